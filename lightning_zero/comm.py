@@ -1,0 +1,351 @@
+"""The one door to torch.distributed: what the engine sends, how much, and by which algorithm on which backend.
+
+Gathers, reductions and control messages travel over groups of their own: ranks may interleave the three differently
+(a branch taken on one rank only), and a collective is matched with its partners by its order within a group.
+"""
+
+import hashlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+CONTROL_CALLS = "control"
+_WIDTH = 4
+_WAY_OUT = (
+    " Sharded tensors are gathered from all ranks, so all ranks must read them, save and step together: move the call out"
+    " of code that only some ranks run (such as `if trainer.is_global_zero`)."
+)
+_TAG_ROUNDS = 1024  # a tag may come round again long after its transfer is done
+
+
+class Work(Protocol):
+    """A collective under way. ``wait`` returns when its result may be used (on a GPU: in the current stream)."""
+
+    def wait(self) -> Any: ...
+
+
+@dataclass
+class CommStats:
+    """Calls and bytes by collective, per rank, in the bandwidth-optimal sense: what a rank must send at least.
+
+    A rank sends ``(N - 1) / N`` of a gathered or reduce-scattered buffer, twice that for an all-reduce.
+    """
+
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def count(self, name: str, nbytes: int) -> None:
+        self.calls[name] += 1
+        self.bytes[name] += nbytes
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        return {name: {"calls": self.calls[name], "bytes": self.bytes[name]} for name in self.calls}
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class _Result:
+    """A collective whose result is a tensor made after its bytes have arrived."""
+
+    def __init__(self, works: list[Work], finish: Callable[[], Tensor]) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._finish()
+
+
+class _Exchange:
+    """Point-to-point sends and receives that together form one collective."""
+
+    def __init__(self, what: str, rank: int, works: list[tuple[int, Any]], keep: list[Tensor]) -> None:
+        self._what, self._rank, self._works = what, rank, works
+        self._keep = keep  # only keeps the memory alive until the transfers are done
+
+    def wait(self) -> None:
+        for peer, work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"rank {self._rank}: {self._what} with rank {peer} failed. That rank has ended, or is somewhere"
+                    f" else in the program and did not answer in time. ({error})"
+                ) from error
+        self._works, self._keep = [], []
+
+
+class _Worker:
+    """A thread that runs reductions in the order in which they were launched."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Future, Callable[[], Tensor]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, task: Callable[[], Tensor]) -> Future:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lightning_zero-reduce", daemon=True)
+            self._thread.start()
+        future: Future = Future()
+        self._queue.put((future, task))
+        return future
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout=1.0)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, task = item
+            try:
+                with torch.no_grad():
+                    result = task()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                # Drop what keeps the flat buffer alive before its owner can look whether it is still in use.
+                del task, item
+                future.set_result(result)
+                del result
+            del future
+
+
+class _FutureWork:
+    def __init__(self, future: Future) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> Tensor:
+        return self._future.result()
+
+
+class Comm:
+    """Collectives over the data-parallel ranks of one run.
+
+    Flat buffers have shape ``(world_size * shard_numel,)`` and shards ``(shard_numel,)``; rank ``r`` owns the ``r``-th
+    shard. With one rank nothing is sent and no process group is needed.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.stats = CommStats()
+        self._waits = 0
+        self._calls: dict[tuple[str, int], int] = defaultdict(int)
+        self._worker = _Worker()
+        self._point_to_point = False
+        self._gather_group = self._reduce_group = self._control_group = None
+        if world_size == 1:
+            return
+        actual = dist.get_world_size()
+        if actual != world_size:
+            raise RuntimeError(
+                f"rank {rank}: the process group was initialised with {actual} ranks, the Trainer asks for {world_size}."
+                " Destroy the old group or launch with the same number of processes."
+            )
+        backend = dist.get_backend()
+        if backend == "fake":
+            return
+        kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        self._point_to_point = backend == "gloo" and device.type == "cpu"
+        self._gather_group = dist.new_group(backend=backend, **kwargs)
+        self._reduce_group = dist.new_group(backend=backend, **kwargs)
+        self._control_group = dist.new_group(backend="gloo", **kwargs)
+        # A prefix of its own for every Comm, the same on all ranks because they are made in the same order.
+        self._store = dist.PrefixStore(f"lightning_zero/{_next_comm()}", _get_default_store())
+
+    # -- parameters and gradients ------------------------------------------------------------------------------------
+
+    def all_gather(self, full: Tensor, shard: Tensor, channel: int = 0) -> Work:
+        """Fill the flat buffer ``full`` with every rank's ``shard``; ``shard`` may be its own slice of ``full``.
+
+        Calls on one ``channel`` are matched in order; between channels point-to-point backends need no order.
+        """
+        own = full.narrow(0, self.rank * shard.numel(), shard.numel())
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        if self.world_size == 1 or not shard.numel():
+            return _Done()
+        self.stats.count("all_gather", shard.numel() * shard.element_size() * (self.world_size - 1))
+        if not self._point_to_point:
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return gather(full, own, group=self._gather_group, async_op=True)
+        tag = self._next_tag("gather", channel)
+        pieces = full.chunk(self.world_size)
+        works = self._post(self._gather_group, tag, dict.fromkeys(self._peers(), own), dict(enumerate(pieces)))
+        return _Exchange("gathering parameters", self.rank, works, [full, shard])
+
+    def reduce_scatter(self, full: Tensor, scale: float, dtype: torch.dtype, channel: int = 0) -> Work:
+        """Sum the flat buffers of all ranks, times ``scale``; waiting returns this rank's shard of it as ``dtype``.
+
+        The result has memory of its own; ``full`` must stay untouched until then. Sums of 16-bit buffers are formed in
+        fp32 where this package does the adding (Gloo).
+        """
+        shard_numel = full.numel() // self.world_size
+        own = full.narrow(0, self.rank * shard_numel, shard_numel)
+        if self.world_size == 1 or not shard_numel:
+            return _Result([], lambda: _scaled(own.clone(), scale, dtype))
+        self.stats.count("reduce_scatter", shard_numel * full.element_size() * (self.world_size - 1))
+        if self._point_to_point:
+            tag = self._next_tag("reduce", channel)
+            pieces = dict(enumerate(full.chunk(self.world_size)))
+            received = {peer: torch.empty_like(own) for peer in self._peers()}
+            works = self._post(self._reduce_group, tag, pieces, received)
+            exchange = _Exchange("reducing gradients", self.rank, works, [full])
+            terms = [own if rank == self.rank else received[rank] for rank in range(self.world_size)]
+            return _FutureWork(self._worker.submit(lambda: _sum(exchange, terms, self.rank, scale, dtype)))
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        out = torch.empty_like(own)
+        # Not ReduceOp.AVG: Gloo and some versions of other backends sum instead, without a word.
+        work = reduce(out, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
+        return _Result([work], lambda: _scaled(out, scale, dtype))
+
+    def _post(
+        self, group: Any, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
+    ) -> list[tuple[int, Any]]:
+        """Start receiving from and sending to every peer."""
+        works = [(peer, group.recv([receives[peer]], peer, tag)) for peer in self._peers()]
+        return works + [(peer, group.send([sends[peer]], peer, tag)) for peer in self._peers()]
+
+    # -- small things ------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce a small tensor in place over all ranks (``sum`` or ``max``) and return it."""
+        if self.world_size > 1:
+            self._count_control(tensor)
+            ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+            group = self._control_group if tensor.device.type == "cpu" else self._reduce_group
+            dist.all_reduce(tensor, op=ops[op], group=group)
+        return tensor
+
+    def broadcast(self, tensors: list[Tensor], src: int = 0) -> None:
+        """Overwrite the tensors of every rank with those of ``src``."""
+        if self.world_size > 1:
+            works = []
+            for tensor in tensors:
+                self.stats.count("broadcast", tensor.numel() * tensor.element_size())
+                works.append(dist.broadcast(tensor, src, group=self._reduce_group, async_op=True))
+            for work in works:
+                work.wait()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control_group)
+        return values
+
+    def exchange(
+        self, place: str, values: Sequence[int] = (), detail: str = "", timeout: float | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Compare up to four integers over all ranks: the largest and the smallest of each.
+
+        ``place`` says where in the program this rank is, ``detail`` what it is doing there. Raises RuntimeError on all
+        ranks if they meet here from different places, and with ``timeout`` (seconds) on the ranks that came if others do
+        not come at all; both name the ranks and what they were doing.
+        """
+        own = [fingerprint(place), *values, *[0] * (_WIDTH - len(values))]
+        if self.world_size == 1:
+            return own[1:], own[1:]
+        header = torch.tensor([own, [-v for v in own]], dtype=torch.int64)
+        self._count_control(header)
+        work = dist.all_reduce(header, op=dist.ReduceOp.MAX, group=self._control_group, async_op=True)
+        if timeout is not None and self._control_group is not None:
+            self._wait_for(work, place, detail, timeout)
+        work.wait()
+        most, least = header[0].tolist(), (-header[1]).tolist()
+        if most[0] != least[0]:
+            places = self.all_gather_object(f"{place} {detail}".strip())
+            where = "; ".join(f"rank {rank} is {text}" for rank, text in enumerate(places))
+            raise RuntimeError(f"The ranks have gone different ways: {where}. This is rank {self.rank}.{_WAY_OUT}")
+        return most[1:], least[1:]
+
+    def _wait_for(self, work: Any, place: str, detail: str, timeout: float) -> None:
+        """Wait at most ``timeout`` seconds; then find out over the store, which needs no partner, who did come."""
+        self._waits += 1
+        deadline, pause = time.monotonic() + timeout, 1e-5
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        else:
+            return
+        self._store.set(f"{self._waits}/{self.rank}", "here")
+        time.sleep(min(1.0, timeout))  # the others' time limits end a little earlier or later
+        here = [r for r in range(self.world_size) if self._store.check([f"{self._waits}/{r}"])]
+        away = [r for r in range(self.world_size) if r not in here]
+        raise RuntimeError(
+            f"rank {self.rank} is {place} {detail}, and so are ranks {here}, but rank(s) {away} did not come within"
+            f" {timeout:g} s.{_WAY_OUT}"
+        )
+
+    def close(self) -> None:
+        """End the helper thread; the groups stay usable for gathering state after training."""
+        self._worker.close()
+
+    def _peers(self) -> list[int]:
+        # Starting after the own rank spreads the load: not everyone talks to rank 0 first.
+        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+
+    def _next_tag(self, kind: str, channel: int) -> int:
+        count = self._calls[kind, channel] = (self._calls[kind, channel] + 1) % _TAG_ROUNDS
+        return channel * _TAG_ROUNDS + count
+
+    def _count_control(self, tensor: Tensor) -> None:
+        nbytes = 2 * tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
+        self.stats.count(CONTROL_CALLS, nbytes)
+
+
+def fingerprint(value: Any) -> int:
+    """A 62-bit number that is the same on all ranks for values with the same ``repr``."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 2
+
+
+def _sum(exchange: _Exchange, terms: list[Tensor], own: int, scale: float, dtype: torch.dtype) -> Tensor:
+    """Add one shard per rank, in rank order on every rank, into memory other than ``terms[own]``."""
+    exchange.wait()
+    first, second, *rest = terms
+    if first.dtype.is_floating_point and first.dtype.itemsize < 4:
+        total = first.float().add_(second)
+    else:
+        total = torch.add(first, second, out=second if own == 0 else first)
+    for term in rest:
+        total.add_(term)
+    return _scaled(total, scale, dtype)
+
+
+def _scaled(tensor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    if scale != 1.0:
+        tensor = tensor.mul_(scale)
+    return tensor.to(dtype)
+
+
+_comms = 0
+
+
+def _next_comm() -> int:
+    global _comms
+    _comms += 1
+    return _comms

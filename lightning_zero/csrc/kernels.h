@@ -1,0 +1,74 @@
+// The plain interface of the CPU kernels: numbers, pointers and sizes. No Python, no torch, no global state.
+//
+// Every function takes the instruction set as an argument and touches nothing but the buffers it is given. Results
+// depend on the values alone: not on the instruction set, the number of threads, the alignment of the buffers, or on
+// how a long array is cut into calls (sum_of_squares excepted: its blocks are counted from the start of the call).
+#pragma once
+
+#include <cstdint>
+
+namespace lightning_zero {
+
+enum class DType : int { kNone = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
+
+enum class Isa : int { kPortable = 0, kNeon = 1, kAvx2 = 2, kAvx512 = 3 };
+
+// The factors of one Adam step, formed in double and rounded to float once.
+//
+//   grad       = grad_scale * gradient                 (negated for maximize: the sign is part of grad_scale)
+//   coupled:     grad  = fma(param, decay, grad)       (decay = weight_decay)
+//   decoupled:   param = param * decay                 (decay = 1 - lr * weight_decay)
+//   exp_avg    = fma(1 - beta1, grad - exp_avg, exp_avg)
+//   exp_avg_sq = fma((1 - beta2) * grad, grad, exp_avg_sq * beta2)
+//   param      = param + (-step_size * exp_avg) / (sqrt(exp_avg_sq) / bias_correction2_sqrt + eps)
+//
+// These are the operations of torch's fused CPU kernel, in its order, so that the bits agree. A lerp weight of one half
+// or more is taken from the other end, as torch does: exp_avg = fma(-beta1, grad - exp_avg, grad).
+struct AdamFactors {
+    float grad_scale;
+    float decay;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float bias_correction2_sqrt;
+    float eps;
+    float negative_step_size;
+    bool coupled;
+};
+
+// One range of parameters and what belongs to it. max_exp_avg_sq is null without amsgrad, copy is null where no 16-bit
+// copy is wanted. stream_copy asks for stores of the copy that go around the cache.
+struct AdamBuffers {
+    float* param;
+    float* exp_avg;
+    float* exp_avg_sq;
+    float* max_exp_avg_sq;
+    const void* grad;
+    void* copy;
+    DType grad_dtype;
+    DType copy_dtype;
+    bool stream_copy;
+};
+
+// What one instruction set provides: single-threaded loops over [begin, end).
+struct KernelTable {
+    void (*adam)(const AdamFactors&, const AdamBuffers&, int64_t begin, int64_t end);
+    double (*sum_of_squares)(const void* grad, DType, int64_t begin, int64_t end);
+    bool (*has_nonfinite)(const void* grad, DType, int64_t begin, int64_t end);
+};
+
+// Null where this build has no code for the instruction set.
+const KernelTable* portable_kernels();
+const KernelTable* neon_kernels();
+const KernelTable* avx2_kernels();
+const KernelTable* avx512_kernels();
+
+// Whether this build has code for the instruction set and this processor can run it.
+bool isa_available(Isa isa);
+
+// The threaded entry points. num_threads is a ceiling; short arrays use fewer.
+void adam_step(Isa isa, const AdamFactors& factors, AdamBuffers buffers, int64_t numel, int num_threads);
+double sum_of_squares(Isa isa, const void* grad, DType dtype, int64_t numel, int num_threads);
+bool has_nonfinite(Isa isa, const void* grad, DType dtype, int64_t numel, int num_threads);
+
+}  // namespace lightning_zero

@@ -1,0 +1,28 @@
+# Addresses are those of contiguous buffers, 0 for none; dtype codes are those of csrc/kernels.h.
+
+def available_isas() -> list[str]: ...
+def adam_step(
+    isa: str,
+    numel: int,
+    param: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    max_exp_avg_sq: int,
+    grad: int,
+    grad_dtype: int,
+    copy: int,
+    copy_dtype: int,
+    grad_scale: float,
+    decay: float,
+    coupled: bool,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    bias_correction2_sqrt: float,
+    eps: float,
+    negative_step_size: float,
+    num_threads: int,
+    /,
+) -> None: ...
+def sum_of_squares(isa: str, grad: int, dtype: int, numel: int, num_threads: int, /) -> float: ...
+def has_nonfinite(isa: str, grad: int, dtype: int, numel: int, num_threads: int, /) -> bool: ...

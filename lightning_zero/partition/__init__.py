@@ -1,0 +1,1 @@
+"""The ZeRO engine: who owns which bytes, when they are unsharded and resharded."""

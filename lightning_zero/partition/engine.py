@@ -1,0 +1,544 @@
+"""ZeroEngine: one per run, ties units, schedule, gradients and optimizers together."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.comm import Comm, fingerprint
+from lightning_zero.config import EngineConfig
+from lightning_zero.partition import clipping, handle, hooks
+from lightning_zero.partition.gradients import GradientSync, UnitGradients
+from lightning_zero.partition.grouping import group_parameters
+from lightning_zero.partition.memory import BufferPool, Ledger
+from lightning_zero.partition.optimizer import OptimizerBinding, check_supported
+from lightning_zero.partition.schedule import Schedule
+from lightning_zero.partition.unit import ShardedBuffer, State, Unit
+
+ALWAYS_RELEASE_VARIABLE = "LIGHTNING_ZERO_ALWAYS_RELEASE"
+
+
+class ZeroEngine:
+    """Shards a module's parameters, their gradients and optimizer state over the ranks of ``comm``.
+
+    The module stays the user's own object. A run is a series of steps (:meth:`step`), in each of which units are
+    unsharded as they are used; :meth:`backward` reduces gradients; bound optimizers update shards; :meth:`close` makes
+    the module whole and plain again.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Comm,
+        config: EngineConfig,
+        optimizers: Iterable[Optimizer] = (),
+        watch_backward: bool = False,
+    ) -> None:
+        self.module = module
+        self.config = config
+        self.ledger = Ledger()
+        self.units: list[Unit] = []
+        self._comm = comm
+        self._pool = BufferPool(comm.device, self.ledger, capacity=config.prefetch + 2)
+        self._watch_backward = watch_backward
+        self._names = {id(p): n for n, p in module.named_parameters()}
+        self._where: dict[int, tuple[Unit, int]] = {}
+        self._gradients: dict[int, UnitGradients] = {}
+        self._handles: list[RemovableHandle] = []
+        self._bindings: list[OptimizerBinding] = []
+        self._outside: dict[int, ShardedBuffer] = {}
+        self._in_step = False
+        self._backward_open = False
+        self._phase_reduces = True
+        self._phase = 0
+        self._kind = ""
+        self._keep_state = True
+        self.closed = False
+        optimizers = list(optimizers)
+        for name, parameter in module.named_parameters():
+            handle.check_shardable(name, parameter)
+        for optimizer in optimizers:
+            check_supported(optimizer, self._names)
+        if comm.world_size > 1 or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or self._needs_master():
+            self._make_units()
+        self._shards_parameters = bool(self.units) and not config.residence.whole_parameters
+        self._schedule = Schedule(self.units, comm, config.prefetch, config.read_timeout)
+        self._saved = hooks.SavedTensors(self.units, self)
+        for unit in self.units:
+            self._handles += hooks.hook_modules(unit, self)
+        self._sync = self._make_sync()
+        if self.units:
+            self._bindings = [OptimizerBinding(optimizer, self) for optimizer in optimizers]
+
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    def _needs_master(self) -> bool:
+        return any(p.requires_grad and self.config.master_dtype(p.dtype) for p in self.module.parameters())
+
+    def _make_units(self) -> None:
+        whole = self.config.residence.whole_parameters
+        for group in group_parameters(self.module, self.config.unit_bytes, self.config.unit_policy):
+            alike: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+            for name, parameter in group.parameters:
+                alike.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
+            for (dtype, trainable), pairs in alike.items():
+                if not sum(p.numel() for _, p in pairs):
+                    continue  # nothing to shard in tensors without elements
+                unit = Unit(
+                    len(self.units), group.name or "the module", group.modules, pairs, self._comm, self._pool, self.ledger,
+                    self._access, whole, self.config.master_dtype(dtype) if trainable else None,
+                )  # fmt: skip
+                self.units.append(unit)
+                for index, (_, parameter) in enumerate(pairs):
+                    self._where[id(parameter)] = (unit, index)
+
+    def _make_sync(self) -> GradientSync:
+        """Gradients for the units that have something to train."""
+        for unit in self.units:
+            if unit.index not in self._gradients and any(p.requires_grad for p in unit.tensors):
+                wire = self.config.reduce_dtype or unit.dtype
+                gradients = UnitGradients(
+                    unit, self._comm, self._pool, self.ledger, self.config.residence.whole_gradients, wire, self._access
+                )
+                self._gradients[unit.index] = gradients
+                self._handles += hooks.hook_gradients(gradients, self, self._watch_backward)
+        return GradientSync([self._gradients[i] for i in sorted(self._gradients)], self._comm)
+
+    def binding(self, optimizer: Optimizer) -> OptimizerBinding | None:
+        """The binding of ``optimizer``; None if its parameters are not sharded."""
+        return next((b for b in self._bindings if b.optimizer is optimizer), None)
+
+    # -- steps and phases --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, kind: str, backward_follows: bool = False) -> Iterator[None]:
+        """One call of a step method. With ``backward_follows`` the phase stays open until :meth:`backward` ends."""
+        if not self.units:
+            yield
+            return
+        if self._in_step:
+            self.abandon()  # left by an exception that somebody caught
+        self.complete()
+        self.settle()
+        if kind == "train":
+            self._look_for_unfrozen()
+        self._kind, self._phase, self._in_step = kind, 0, True
+        self._phase_reduces = self._sync.enabled
+        self._open_phase()
+        with self._saved.context() if self._shards_parameters else nullcontext():
+            yield
+        self._in_step = False
+        if not backward_follows:
+            self._close_phase()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around ``loss.backward()``: gradients are reduced when it ends."""
+        if not self.units:
+            yield
+            return
+        self._open_backward()
+        with self._saved.context() if self._shards_parameters else nullcontext():
+            yield
+        self._close_backward()
+
+    def complete(self) -> None:
+        """A training step without a backward (it returned None) still takes part in the other ranks' reduction."""
+        if not self._schedule.active or self._in_step or self._backward_open:
+            return
+        if self._phase_reduces:
+            self._open_backward()
+            self._close_backward()
+        else:
+            self._schedule.abandon()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the next backward reduces gradients."""
+        return self._sync.enabled
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally where whole gradients are resident; elsewhere every micro-batch is reduced."""
+        self._sync.enabled = not self.config.residence.whole_gradients
+        try:
+            yield
+        finally:
+            self._sync.enabled = True
+
+    def announce_step(self) -> None:
+        """Before an evaluation step, where the ranks' numbers of steps differ. See :meth:`serve_until_done`."""
+        if self._shards_parameters:
+            self._comm.exchange("evaluating", [1])
+
+    def serve_until_done(self, kind: str) -> None:
+        """After this rank's last evaluation step: take part in the gathers of ranks that have more steps to do."""
+        if not self._shards_parameters:
+            return
+        while self._comm.exchange("evaluating", [0])[0][0]:
+            self._kind, self._phase = kind, 0
+            self._open_phase()
+            self._close_phase()
+
+    def _open_phase(self) -> None:
+        if self._shards_parameters or self._kind == "train":
+            self._schedule.begin((self._kind, self._phase))
+
+    def _close_phase(self) -> None:
+        if self._schedule.active:
+            if self._shards_parameters:
+                self._schedule.finish()
+            else:
+                self._schedule.abandon()
+        self._reshard_all()
+
+    def _open_backward(self) -> None:
+        self._sync.begin_backward()
+        self._backward_open = True
+
+    def _close_backward(self) -> None:
+        self._backward_open = False
+        if self._sync.enabled:
+            self._reduce_rest()
+        else:
+            self._schedule.abandon()
+            self._sync.show_local()
+        self._reshard_all()
+        self._phase += 1
+        if self._in_step:
+            self._open_phase()
+
+    def _reduce_rest(self) -> None:
+        use, late = self._sync.local_use(), self._sync.late()
+        if not self._schedule.active:
+            self._schedule.begin("a backward outside of a step")
+        if not self._schedule.finish([fingerprint(use), fingerprint(late)]):
+            use, late = self._any_rank(use), self._any_rank(late)
+        before = self._sync.accumulated()
+        self._sync.flush(use, late)
+        self._sync.show(use, before)
+
+    def _any_rank(self, masks: tuple[int, ...]) -> tuple[int, ...]:
+        """Bitwise or over the ranks."""
+        sizes = [len(g.handles) for _, g in sorted(self._gradients.items())]
+        bits = torch.tensor(
+            [mask >> i & 1 for mask, n in zip(masks, sizes, strict=True) for i in range(n)], dtype=torch.uint8
+        )
+        merged, start = [], 0
+        flat = self._comm.all_reduce(bits, "max").tolist()
+        for size in sizes:
+            merged.append(sum(1 << i for i in range(size) if flat[start + i]))
+            start += size
+        return tuple(merged)
+
+    def _look_for_unfrozen(self) -> None:
+        """Parameters that were frozen so far may be trained from now on (finetuning callbacks)."""
+        fresh = [
+            unit for unit in self.units
+            if unit.index not in self._gradients and any(p.requires_grad for p in unit.tensors)
+        ]  # fmt: skip
+        if fresh:
+            self._sync = self._make_sync()
+
+    # -- what hooks call ---------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> None:
+        self.unshard(unit)
+
+    def post_forward(self, unit: Unit, module: nn.Module) -> None:
+        if not self._shards_parameters or not self._schedule.active or _in_backward():
+            return
+        unit.finished_modules.add(module)
+        if len(unit.finished_modules) >= len(unit.modules) and not self._schedule.keeps(unit):
+            self._reshard(unit)
+
+    def post_backward(self, unit: Unit) -> None:
+        """The backward of a frozen unit is done."""
+        if self._schedule.active and unit.buffer.state is State.UNSHARDED:
+            self._reshard(unit)
+
+    def gradient_coming(self) -> None:
+        if not self._backward_open and self.units:
+            self._open_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
+
+    def gradient_arrived(self, gradients: UnitGradients, index: int) -> None:
+        if not self._backward_open:
+            self.gradient_coming()
+        gradients.add(index, gradients.unit.tensors[index])
+        if gradients.is_complete:
+            if self._shards_parameters:
+                self._reshard(gradients.unit)
+            if not gradients.launched:
+                self._sync.arrived(gradients)
+
+    def unshard(self, unit: Unit) -> None:
+        """Make the unit's parameters plain; in a phase by the schedule, outside by agreement."""
+        buffer = unit.buffer
+        if buffer.state is State.UNSHARDED:
+            return
+        if buffer.is_whole:
+            buffer.unshard()
+        elif self._schedule.active:
+            self._schedule.want(unit)
+            unit.finished_modules.clear()
+            unit.unsharded_in_backward = _in_backward()
+        else:
+            self._unshard_outside(unit, buffer, f"the parameters of {unit.name!r}")
+
+    def _access(self, buffer: ShardedBuffer, tensor: Tensor) -> None:
+        """A handle is read."""
+        located = self._where.get(id(tensor))
+        if located is not None:
+            unit, index = located
+            if buffer.is_whole or self._schedule.active:
+                self.unshard(unit)
+            else:
+                self._unshard_outside(unit, buffer, f"parameter {unit.names[index]!r}")
+            return
+        for gradients in self._gradients.values():
+            if gradients.buffer is buffer:
+                index = next(i for i, t in enumerate(gradients.handles) if t is tensor)
+                self._unshard_outside(gradients.unit, buffer, f"the gradient of {gradients.unit.names[index]!r}")
+
+    def _unshard_outside(self, unit: Unit, buffer: ShardedBuffer, what: str) -> None:
+        for index, is_gradient in self._schedule.agree_outside(unit, buffer is not unit.buffer, what):
+            wanted = self._gradients[index].buffer if is_gradient else self.units[index].buffer
+            if wanted is buffer:
+                buffer.unshard()
+                self._outside[id(buffer)] = buffer
+            else:
+                wanted.serve()
+
+    # -- resharding --------------------------------------------------------------------------------------------------
+
+    def _reshard(self, unit: Unit) -> None:
+        if unit.buffer.is_whole or id(unit.buffer) in self._outside:
+            return
+        if not unit.unsharded_in_backward:
+            unit.keep_edits()
+        unit.buffer.reshard()
+        unit.finished_modules.clear()
+        unit.pending_backward = 0
+
+    def _reshard_all(self) -> None:
+        if self._shards_parameters:
+            for unit in self.units:
+                if unit.buffer.state is State.UNSHARDED:
+                    self._reshard(unit)
+
+    def settle(self) -> None:
+        """Let what the user did outside of a step take effect: keep edits, reshard what was read."""
+        if self.config.residence.whole_parameters:
+            for unit in self.units:
+                if unit.buffer.state is State.UNSHARDED:
+                    unit.keep_edits()
+        outside, self._outside = self._outside, {}
+        if not outside:
+            return
+        if self._shards_parameters:
+            read = [u for u in self.units if id(u.buffer) in outside and u.buffer.state is State.UNSHARDED]
+            for unit in read:
+                unit.keep_edits()
+            self._check_same_edits(read)
+            for unit in read:
+                unit.buffer.reshard()
+        for gradients in self._gradients.values():
+            if id(gradients.buffer) in outside:
+                gradients.settle()
+
+    def _check_same_edits(self, read: list[Unit]) -> None:
+        """Each rank keeps its own shard's range of an edit: that is the user's edit only if all made the same."""
+        if self._comm.world_size == 1:
+            return
+        sums = {unit.index: unit.checksum() for unit in read}
+        most, least = self._comm.exchange("starting a step after parameters were read", [fingerprint(sums)])
+        if most == least:
+            return
+        nothing = torch.iinfo(torch.int64).min
+        high = [sums.get(unit.index, nothing) for unit in self.units]
+        low = [-sums[unit.index] if unit.index in sums else nothing for unit in self.units]
+        header = self._comm.all_reduce(torch.tensor([high, low], dtype=torch.int64), "max")
+        for unit, most, least in zip(self.units, *header.tolist(), strict=True):
+            if most != nothing and most != -least:
+                raise RuntimeError(
+                    f"The parameters of {unit.name!r} ({', '.join(unit.names[:3])}, ...) were edited differently on the"
+                    f" ranks (this is rank {self.rank}). Make the same edit on all ranks, or edit on one and broadcast."
+                )
+
+    # -- optimizers --------------------------------------------------------------------------------------------------
+
+    def locate(self, parameter: nn.Parameter) -> tuple[Unit, UnitGradients | None, int] | None:
+        where = self._where.get(id(parameter))
+        return None if where is None else (where[0], self._gradients.get(where[0].index), where[1])
+
+    def before_update(self) -> None:
+        """Called when gradients are final and the update is about to read shards."""
+        self.complete()
+        self.settle()
+        if self._in_step:
+            self._reshard_all()  # edits made between backward and the update come first
+
+    def after_update(self, units: list[Unit]) -> None:
+        """Called when the main shards of ``units`` have new values; they start on their way to the other ranks."""
+        for unit in units:
+            unit.publish()
+            if unit.buffer.is_whole:
+                unit.buffer.detach()
+                unit.buffer.unshard_async()
+            elif unit.buffer.state is not State.SHARDED:
+                unit.buffer.reshard()
+
+    def gradient_shards(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The owned parts of the reduced gradients of ``parameters``; writing to them changes the gradients."""
+        shards = []
+        for parameter in parameters:
+            located = self.locate(parameter)
+            if located is None or located[1] is None:
+                continue
+            local = located[1].local(located[2])
+            if local is not None and local.numel():
+                shards.append(local)
+        return shards
+
+    def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of ``parameters`` by their norm over all ranks; returns that norm (0-dim tensor)."""
+        self.settle()
+        return clipping.clip_by_norm(
+            self.gradient_shards(parameters), max_norm, norm_type, self._comm.all_reduce, self._comm.device
+        )
+
+    def clip_by_value(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+        """Clip the gradients of ``parameters`` element by element."""
+        self.settle()
+        clipping.clip_by_value(self.gradient_shards(parameters), clip_value)
+
+    def full_from_shards(self, unit: Unit, pieces: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Whole tensors, in slot order, from the ranks' 1-D pieces (by slot) of something shaped like the parameters."""
+        buffer = self._pool.take(unit.layout, dtype)
+        own = unit.buffer.own_slice(buffer.flat)
+        for index, piece in pieces.items():
+            own[unit.layout.local_range(index, self.rank).slice()].copy_(piece)
+        self._comm.all_gather(buffer.flat, own, 2 * unit.index).wait()
+        views = list(buffer.views)
+        self._pool.give(unit.layout, buffer)
+        return views
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._comm.exchange("collecting an optimizer's state", timeout=self.config.read_timeout)
+        return self._comm.all_gather_object(value)
+
+    # -- whole tensors -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def full_parameters(self, module: nn.Module, write_back: bool) -> Iterator[None]:
+        """Whole plain parameters of ``module`` for a block of code; edits are kept only with ``write_back``."""
+        self.settle()
+        units = [u for u in self.units if any(self._is_in(u, p) for p in module.parameters())]
+        for unit in units:
+            self.unshard(unit)
+        yield
+        for unit in units:
+            if write_back or unit.buffer.is_whole:
+                continue
+            self._outside.pop(id(unit.buffer), None)
+            unit.buffer.reshard()
+        if write_back:
+            self.settle()
+
+    def _is_in(self, unit: Unit, parameter: nn.Parameter) -> bool:
+        where = self._where.get(id(parameter))
+        return where is not None and where[0] is unit
+
+    def whole_state_dict(self, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+        """Replace the parameters in ``state`` by whole copies in host memory, one unit at a time.
+
+        All ranks call it; on those that do not ``keep``, parameters stay what they are.
+        """
+        self._comm.exchange("collecting the module's weights", timeout=self.config.read_timeout)
+        self.settle()
+        whole = dict(state)
+        keys: dict[int, list[tuple[str, int]]] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                where = self._where.get(id(value))
+                if where is None:
+                    whole[key] = value.detach()
+                else:
+                    keys.setdefault(where[0].index, []).append((key, where[1]))
+        for index, wanted in sorted(keys.items()):
+            unit = self.units[index]
+            main = unit.main
+            pieces = {i: main[unit.layout.local_range(i, self.rank).slice()] for i in range(len(unit.tensors))}
+            tensors = self.full_from_shards(unit, pieces, main.dtype)
+            if keep:
+                copies: dict[int, Tensor] = {}  # tied weights stay tied
+                for key, i in wanted:
+                    copies[i] = copies[i] if i in copies else tensors[i].to("cpu", copy=True)
+                    whole[key] = copies[i]
+            del tensors
+        return whole
+
+    def memory_stats(self) -> dict[str, Any]:
+        """Bytes on this rank by kind, now and at their peak."""
+        self.ledger.set("optimizer", sum(binding.state_bytes() for binding in self._bindings))
+        now, peak = dict(self.ledger.now), dict(self.ledger.peak)
+        if not self.units:
+            now["parameters"] = sum(p.numel() * p.element_size() for p in self.module.parameters())
+            now["gradients"] = sum(
+                p.grad.numel() * p.grad.element_size() for p in self.module.parameters() if p.grad is not None
+            )
+        return {"now": now, "peak": peak}
+
+    @contextmanager
+    def keeping_state(self, keep: bool) -> Iterator[None]:
+        """Optimizer state dicts made inside are empty of state on ranks that do not ``keep`` it."""
+        self._keep_state = keep
+        try:
+            yield
+        finally:
+            self._keep_state = True
+
+    @property
+    def keeps_state(self) -> bool:
+        return self._keep_state
+
+    # -- end ---------------------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Leave an interrupted step."""
+        self._in_step = self._backward_open = False
+        self._schedule.abandon()
+        for binding in self._bindings:
+            binding.cancel()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Make the module whole and plain. All ranks call it; raises RuntimeError if they do not within ``timeout``."""
+        if not self.units or self.closed:
+            return
+        self.closed = True
+        self.abandon()
+        if timeout is not None and not self.config.residence.whole_parameters:
+            self._comm.exchange("ending after an exception", [len(self.units)], timeout=timeout)
+        self.settle()
+        self._sync.close()
+        for unit in self.units:
+            unit.buffer.unshard()
+            unit.buffer.release()
+        for removable in self._handles:
+            removable.remove()
+        self._pool.clear()
+        self._comm.close()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

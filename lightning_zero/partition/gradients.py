@@ -1,0 +1,318 @@
+"""Gradients of units: collected while backward runs, reduced to their owners, shown to the user as handles."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm import Comm, Work
+from lightning_zero.partition import handle
+from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
+from lightning_zero.partition.unit import ShardedBuffer, State, Unit
+
+# Reductions under way before the next one waits for the oldest: bounds the flat buffers in use.
+_MAX_IN_FLIGHT = 2
+# How long that wait may last. Ranks that took different branches launch some reductions only when backward ends, so
+# waiting for good would be waiting for a rank that waits for us.
+_PATIENCE_SECONDS = 1.0
+
+
+class UnitGradients:
+    """The gradients of one unit.
+
+    ``flat`` holds local, unreduced gradients; ``shard`` the reduced sum that this rank owns, of shape
+    ``(shard_numel,)``. Sets of parameters are bit masks over the unit's slots.
+    """
+
+    def __init__(
+        self, unit: Unit, comm: Comm, pool: BufferPool, ledger: Ledger, whole: bool, wire_dtype: torch.dtype,
+        on_access: Callable[[ShardedBuffer, Tensor], None],
+    ) -> None:  # fmt: skip
+        self.unit = unit
+        self.layout = unit.layout
+        self.expected = 0
+        """Parameters whose gradient is to come in this backward."""
+        self.arrived = 0
+        self.filled = 0
+        """Parameters with something in ``flat``."""
+        self.accumulated = 0
+        """Parameters whose reduced sum stands in ``shard``."""
+        self.used = 0
+        """Parameters that this rank has had a gradient for since the last reduction."""
+        self.launched = False
+        self.work: Work | None = None
+        self.sum_dtype = torch.promote_types(unit.main.dtype, wire_dtype)
+        self._comm, self._pool, self._ledger = comm, pool, ledger
+        self._wire_dtype = wire_dtype
+        self._whole = whole
+        self._flat: FlatViews | None = None
+        self._home: FlatViews | None = None
+        self._sent: FlatViews | None = None
+        self._previous: Tensor | None = None
+        device = unit.buffer.shard.device
+        value = handle.placeholder(unit.dtype, device)
+        self.handles = [torch.Tensor._make_subclass(torch.Tensor, value.expand(p.shape)) for p in unit.tensors]
+        self.shard = torch.empty(0, dtype=self.sum_dtype, device=device)
+        if whole:
+            self._flat = self._home = allocate(self.layout, wire_dtype, device)
+            self._home.flat.zero_()
+            ledger.add("gradients", self._home.nbytes)
+        # A channel of its own: a gradient may be read while the unit's parameters are under way.
+        self.buffer = ShardedBuffer(
+            f"the gradients of {unit.name}", self.layout, list(self.handles), self.shard, comm, pool,
+            2 * unit.index + 1, on_access,
+        )  # fmt: skip
+        self.buffer.state = State.UNSHARDED
+        self.buffer.detach()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.expected != 0 and self.arrived >= self.expected
+
+    def begin_backward(self) -> None:
+        """Look at what the user left in ``p.grad``: a cleared gradient is what clears the accumulated sum."""
+        self.arrived = self.expected = 0
+        self.launched = False
+        kept = 0
+        for i, parameter in enumerate(self.unit.tensors):
+            bit = 1 << i
+            with torch._C.DisableTorchFunctionSubclass():
+                if parameter.requires_grad:
+                    self.expected += 1
+                grad = parameter.grad
+                if grad is self.handles[i]:
+                    kept |= bit
+                    parameter.grad = None
+                elif self._flat is None or grad is not self._flat.views[i]:
+                    self.filled &= ~bit
+        self.settle()
+        self.used = self.filled
+        self.accumulated &= kept
+        if not self.accumulated:
+            self._set_shard(None)
+        elif self._whole:
+            # The own range of the flat buffer is about to be overwritten with local gradients.
+            self._previous = self.shard.clone()
+
+    def add(self, index: int, parameter: nn.Parameter) -> None:
+        """A gradient has arrived in ``parameter.grad``: move it to its place in the flat buffer."""
+        bit = 1 << index
+        if self._flat is None:
+            self._flat = self._pool.take(self.layout, self._wire_dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad, view = parameter.grad, self._flat.views[index]
+            if grad is not view:
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+                if self.filled & bit:
+                    view.add_(grad)
+                else:
+                    view.copy_(grad)
+                parameter.grad = None
+        self.filled |= bit
+        self.used |= bit
+        self.arrived += 1
+
+    def show_local(self) -> None:
+        """After a backward without reduction: ``p.grad`` is the local sum, as it is under DDP's ``no_sync``."""
+        for i, parameter in enumerate(self.unit.tensors):
+            if self.filled >> i & 1 and self._flat is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = self._flat.views[i]
+
+    def launch(self, scale: float) -> None:
+        """Start reducing the flat buffer; parameters without a gradient here contribute zeros."""
+        flat = self._flat if self._flat is not None else self._pool.take(self.layout, self._wire_dtype)
+        for i, view in enumerate(flat.views):
+            if not self.filled >> i & 1:
+                view.zero_()
+        self.work = self._comm.reduce_scatter(flat.flat, scale, self.sum_dtype, self.unit.index)
+        self._sent, self._flat = flat, None
+        self.filled = 0
+        self.launched = True
+
+    def finish(self) -> None:
+        """Wait for the reduction and merge it into the accumulated sum."""
+        if self.work is None or self._sent is None:
+            return
+        reduced = self.work.wait()
+        self.work = None
+        if self.accumulated:
+            previous = self.shard if self._previous is None else self._previous
+            for i in range(len(self.unit.tensors)):
+                if not self.accumulated >> i & 1:
+                    previous[self.layout.local_range(i, self._comm.rank).slice()].zero_()
+            reduced = previous.add_(reduced)
+            self._previous = None
+        if self._sent is not self._home:
+            self._pool.give(self.layout, self._sent)
+        self._sent = None
+        if self._home is not None:
+            self._flat = self._flat or self._home
+            if reduced.dtype == self._home.flat.dtype:
+                own = self.buffer.own_slice(self._home.flat)
+                reduced = own.copy_(reduced)
+        self._set_shard(reduced)
+        # Late gradients of the same backward are added to what has just come.
+        self.accumulated = (1 << len(self.unit.tensors)) - 1
+
+    def show(self, used: int) -> None:
+        """Give the parameters in ``used`` (a gradient on some rank) or with an earlier sum their gradient handle."""
+        self.accumulated = used
+        for i, parameter in enumerate(self.unit.tensors):
+            if used >> i & 1:
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = self.handles[i]
+
+    def settle(self) -> None:
+        """Keep the user's edits of unsharded gradients and turn them back into handles."""
+        if self.buffer.state is not State.SHARDED:
+            self.buffer.keep_edits()
+            self.buffer.reshard()
+
+    def local(self, index: int) -> Tensor | None:
+        """The owned part, 1-D, of the gradient that the user left in ``p.grad``, or None if there is none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = self.unit.tensors[index].grad
+        if grad is None:
+            return None
+        if grad is self.handles[index]:
+            return self.shard[self.layout.local_range(index, self._comm.rank).slice()]
+        # The user's own tensor: take the owned elements in memory order.
+        slot = self.layout.slots[index]
+        flat = torch.empty_strided(slot.shape, slot.stride, dtype=self.sum_dtype, device=grad.device).copy_(grad)
+        flat = flat.as_strided((flat.numel(),), (1,))
+        return flat[self.layout.tensor_range(index, self._comm.rank).slice()]
+
+    def close(self) -> None:
+        """Forget the gradients and let go of the handles."""
+        for i, parameter in enumerate(self.unit.tensors):
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = parameter.grad
+                if grad is self.handles[i] or (self._flat is not None and grad is self._flat.views[i]):
+                    parameter.grad = None
+        for tensor in self.handles:
+            handle.disown(tensor)
+        self._set_shard(None)
+        if self._home is not None:
+            self._ledger.add("gradients", -self._home.nbytes)
+        self._flat = self._home = self._sent = self.work = None
+
+    def _set_shard(self, shard: Tensor | None) -> None:
+        if shard is None:
+            shard = torch.empty(0, dtype=self.sum_dtype, device=self.shard.device)
+        if not self._whole:
+            self._ledger.add("gradients", (shard.numel() - self.shard.numel()) * shard.element_size())
+        self.shard = self.buffer.shard = shard
+
+
+class GradientSync:
+    """Reduces the units' gradients, in one order on every rank.
+
+    A unit is reduced as soon as its last gradient is there and all units before it in the order are on their way. What
+    is missing when backward ends (parameters unused on this rank) is then sent as zeros, so that nobody waits.
+    """
+
+    def __init__(self, gradients: Sequence[UnitGradients], comm: Comm) -> None:
+        self._gradients = list(gradients)
+        self._position = {id(g): i for i, g in enumerate(self._gradients)}
+        self._comm = comm
+        self._order = list(reversed(range(len(self._gradients))))
+        self._order_is_observed = len(self._gradients) < 2
+        self._observed: list[int] = []
+        self._next = 0
+        self._in_flight: list[UnitGradients] = []
+        self._patience = _PATIENCE_SECONDS
+        self.enabled = True
+        """Off while gradients only accumulate locally (Lightning's ``block_backward_sync``)."""
+
+    def begin_backward(self) -> None:
+        self._next = 0
+        self._patience = _PATIENCE_SECONDS
+        self._observed = []
+        for gradients in self._gradients:
+            gradients.begin_backward()
+
+    def arrived(self, gradients: UnitGradients) -> None:
+        """Called when a unit is complete."""
+        if not self.enabled:
+            return
+        self._observed.append(self._position[id(gradients)])
+        while self._next < len(self._order):
+            candidate = self._gradients[self._order[self._next]]
+            if candidate.expected and not candidate.is_complete:
+                break
+            if candidate.expected and not candidate.launched:
+                self._launch(candidate)
+            self._next += 1
+
+    def local_use(self) -> tuple[int, ...]:
+        """Per unit, the parameters that this rank has a gradient for."""
+        return tuple(g.used for g in self._gradients)
+
+    def late(self) -> tuple[bool, ...]:
+        """Per unit, whether gradients came after it had been sent (a parameter inside and outside a reentrant
+        recompute)."""
+        return tuple(g.launched and g.filled != 0 for g in self._gradients)
+
+    def flush(self, used: Sequence[int], late: Sequence[bool]) -> None:
+        """Reduce what is missing. ``used`` and ``late`` hold for any rank and are equal on all."""
+        for index in self._order:
+            gradients = self._gradients[index]
+            if used[index] and not gradients.launched:
+                self._launch(gradients)
+        self._finish_all()
+        for index, again in enumerate(late):
+            if again:
+                self._launch(self._gradients[index])
+        self._finish_all()
+        if not self._order_is_observed and any(used):
+            self._adopt_order()
+
+    def show(self, used: Sequence[int], previous: Sequence[int]) -> None:
+        for gradients, now, before in zip(self._gradients, used, previous, strict=True):
+            gradients.show(now | before)
+
+    def show_local(self) -> None:
+        for gradients in self._gradients:
+            gradients.show_local()
+
+    def accumulated(self) -> tuple[int, ...]:
+        return tuple(g.accumulated for g in self._gradients)
+
+    def close(self) -> None:
+        self._in_flight = []
+        for gradients in self._gradients:
+            gradients.close()
+
+    def _launch(self, gradients: UnitGradients) -> None:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT and self._wait_a_little(self._in_flight[0]):
+            self._in_flight.pop(0).finish()
+        gradients.launch(1.0 / self._comm.world_size)
+        self._in_flight.append(gradients)
+
+    def _wait_a_little(self, gradients: UnitGradients) -> bool:
+        """Whether waiting for the reduction is safe now: it is done, or the device's queue does the waiting."""
+        done = getattr(gradients.work, "done", None)
+        if done is None:
+            return True
+        deadline = time.monotonic() + self._patience
+        while not done():
+            if time.monotonic() > deadline:
+                self._patience = 0.0
+                return False
+            time.sleep(0.0002)
+        return True
+
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._in_flight.pop(0).finish()
+
+    def _adopt_order(self) -> None:
+        """From now on send units in the order in which rank 0 completed them in the first backward."""
+        rest = [i for i in self._order if i not in self._observed]
+        order = torch.tensor(self._observed + rest, dtype=torch.int64, device=self._gradients[0].shard.device)
+        self._comm.broadcast([order])
+        self._order = order.tolist()
+        self._order_is_observed = True

@@ -1,0 +1,167 @@
+"""Which parameters form a unit: a walk over the module tree, so that nobody writes a wrap policy."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+UnitPolicy = Callable[..., bool]
+
+# Fewer, larger units than this many per model would make "one unit at a time" mean most of the model.
+_MIN_UNITS = 8
+_SMALLEST_UNIT_BYTES = 2**20
+# Their forward hands the parameters of their children to one fused kernel, and takes a slower path (with other
+# rounding) if it meets a handle among them.
+_INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass
+class Group:
+    """Parameters that are unsharded together.
+
+    ``modules`` are the modules whose forward brackets the use of the parameters; it is empty for bare parameters,
+    which are unsharded on access.
+    """
+
+    name: str
+    modules: list[nn.Module]
+    parameters: list[tuple[str, nn.Parameter]]
+
+
+@dataclass
+class _Node:
+    """One module of the tree with the parameters that belong to it alone."""
+
+    path: str
+    module: nn.Module
+    own: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    children: "list[_Node]" = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for _, p in self.own) + sum(c.nbytes for c in self.children)
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self.own + [pair for child in self.children for pair in child.parameters()]
+
+
+def group_parameters(
+    root: nn.Module, unit_bytes: int, policy: UnitPolicy | Iterable[type] | None = None
+) -> list[Group]:
+    """Cut the parameters of ``root`` into groups, in module order; every parameter is in exactly one group.
+
+    Without a policy the largest subtrees of at most ``unit_bytes`` become groups, neighbours are packed together up to
+    that size, and what is left over in a larger module forms a group of its own. With a policy (module classes, or a
+    callable with the signature of FSDP's policies) each chosen module becomes a group and the rest goes to its parent's.
+    """
+    tree = _build_tree(root)
+    if policy is None:
+        cap = min(unit_bytes, max(tree.nbytes // _MIN_UNITS, _SMALLEST_UNIT_BYTES))
+        groups = _walk(tree, cap)
+    else:
+        groups = _walk_policy(tree, _as_predicate(policy))
+    return [g for g in groups if g.parameters]
+
+
+def _build_tree(root: nn.Module) -> _Node:
+    """The module tree, each parameter at the lowest module that contains all its uses (tied weights meet there)."""
+    nodes: dict[str, _Node] = {}
+    uses: dict[int, list[str]] = {}
+    names: dict[int, tuple[str, nn.Parameter]] = {}
+    first_path: dict[int, str] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        if id(module) not in first_path:
+            first_path[id(module)] = path
+            node = nodes[path] = _Node(path, module)
+            if path:
+                nodes[path.rpartition(".")[0]].children.append(node)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
+                uses.setdefault(id(parameter), []).append(path)
+    for key, (name, parameter) in names.items():
+        path = _common_ancestor(uses[key])
+        while path not in nodes:
+            path = path.rpartition(".")[0]
+        nodes[path].own.append((name, parameter))
+    return nodes[""]
+
+
+def _common_ancestor(paths: list[str]) -> str:
+    split = [path.split(".") if path else [] for path in paths]
+    common: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _walk(node: _Node, cap: int) -> list[Group]:
+    if node.nbytes <= cap or not node.children or isinstance(node.module, _INDIVISIBLE):
+        return [Group(node.path, _callable_roots(node), node.parameters())]
+    groups = [Group(node.path, [node.module] if _is_called(node) else [], list(node.own))]
+    pack: list[_Node] = []
+
+    def flush() -> None:
+        if pack:
+            name = pack[0].path if len(pack) == 1 else f"{pack[0].path}..{pack[-1].path}"
+            roots = [m for n in pack for m in _callable_roots(n)]
+            groups.append(Group(name, roots, [pair for n in pack for pair in n.parameters()]))
+            pack.clear()
+
+    for child in node.children:
+        if child.nbytes > cap:
+            flush()
+            groups += _walk(child, cap)
+        elif child.nbytes:
+            if sum(n.nbytes for n in pack) + child.nbytes > cap:
+                flush()
+            pack.append(child)
+    flush()
+    return groups
+
+
+def _walk_policy(node: _Node, chosen: Callable[[nn.Module, int], bool]) -> list[Group]:
+    """One group for ``node`` (everything below it that no chosen module takes), then the groups below."""
+    below: list[Group] = []
+
+    def leftover(current: _Node) -> list[tuple[str, nn.Parameter]]:
+        rest = list(current.own)
+        for child in current.children:
+            if chosen(child.module, sum(p.numel() for _, p in child.parameters())):
+                below.extend(_walk_policy(child, chosen))
+            else:
+                rest += leftover(child)
+        return rest
+
+    rest = leftover(node)
+    return [Group(node.path, [node.module] if _is_called(node) else [], rest), *below]
+
+
+def _as_predicate(policy: UnitPolicy | Iterable[type]) -> Callable[[nn.Module, int], bool]:
+    if callable(policy) and not isinstance(policy, type):
+        return lambda module, numel: bool(policy(module=module, recurse=False, nonwrapped_numel=numel))
+    classes = (policy,) if isinstance(policy, type) else tuple(policy)
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"unit_policy must hold module classes or be a callable, got {cls!r}")
+    return lambda module, numel: isinstance(module, classes)
+
+
+def _is_called(node: _Node) -> bool:
+    """Whether the module's own ``forward`` brackets its parameters' use: containers are never called, and of the
+    root only its steps are."""
+    return bool(node.path) and type(node.module).forward is not nn.Module.forward
+
+
+def _callable_roots(node: _Node) -> list[nn.Module]:
+    if _is_called(node):
+        return [node.module]
+    return [m for child in node.children if child.nbytes for m in _callable_roots(child)]
+
+
+def describe(value: Any) -> str:
+    """A name for error messages."""
+    return getattr(value, "__qualname__", None) or type(value).__qualname__

@@ -1,0 +1,175 @@
+"""Handles: tensors that are sharded but still tell the truth.
+
+[Note: sharded handles]
+A sharded tensor stays the same Python object. While its bytes are away it holds one NaN element expanded to its
+logical shape, and its class is switched to one whose ``__torch_function__`` stands between the user and the NaN (the
+way torch's own ``UninitializedParameter`` becomes a ``Parameter``). Metadata answers at once; any other operation first
+asks the owner for the bytes, after which the object is plain again and the operation runs as if nothing had been.
+An unsharded tensor has its own class and its own data, so the hot path pays nothing.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.partition.layout import row_major_stride
+
+
+class Owner(Protocol):
+    """Whoever can bring a handle's bytes back."""
+
+    def access(self, tensor: Tensor) -> None:
+        """Make ``tensor`` plain, or raise."""
+
+
+# Keyed by id and not by an attribute of the tensor: attributes travel with pickle, the owner must not. Owners keep
+# their tensors alive, so an id is not reused while it stands here.
+_owners: "dict[int, weakref.ref[Owner]]" = {}
+
+_METADATA_NAMES = (
+    "__hash__ __len__ dim ndimension numel nelement size element_size get_device is_floating_point is_complex "
+    "is_signed is_same_size requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad is_inference"
+)
+_METADATA_PROPERTIES = (
+    "shape ndim dtype device layout requires_grad grad grad_fn is_leaf itemsize nbytes is_cuda is_cpu is_meta is_mps "
+    "is_xpu is_xla is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_vulkan is_maia is_ipu is_mtia is_ort "
+    "retains_grad _version output_nr names _backward_hooks _post_accumulate_grad_hooks _is_view _is_param _base "
+    "grad_dtype"
+)
+
+
+def _metadata_functions() -> frozenset[Callable]:
+    functions: list[Any] = [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.is_same_size]
+    functions += [getattr(Tensor, name) for name in _METADATA_NAMES.split() if hasattr(Tensor, name)]
+    for name in _METADATA_PROPERTIES.split():
+        descriptor = getattr(Tensor, name, None)
+        functions += [getattr(descriptor, a) for a in ("__get__", "__set__", "__delete__") if hasattr(descriptor, a)]
+        if callable(descriptor):
+            functions.append(descriptor)
+    return frozenset(f for f in functions if f is not None)
+
+
+_METADATA = _metadata_functions()
+
+
+def _is_contiguous(tensor: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    return torch.empty(tensor.shape, device="meta").is_contiguous(memory_format=memory_format)
+
+
+def _stride(tensor: Tensor, dim: int | None = None) -> Any:
+    stride = row_major_stride(tuple(tensor.shape))
+    return stride if dim is None else stride[dim]
+
+
+# The placeholder's own strides are zero. Answer for the logical tensor instead.
+_LOGICAL: dict[Callable, Callable] = {Tensor.is_contiguous: _is_contiguous, Tensor.stride: _stride}
+
+
+def _handles(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, (ShardedParameter, ShardedTensor)):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _handles(value)
+        elif isinstance(value, dict):
+            yield from _handles(value.values())
+
+
+def _torch_function(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    kwargs = kwargs or {}
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func in _LOGICAL:
+        return _LOGICAL[func](*args, **kwargs)
+    for handle in list(_handles((args, kwargs))):
+        materialize(handle)
+    return func(*args, **kwargs)
+
+
+class ShardedTensor(Tensor):
+    """Class of a tensor (a gradient) while its bytes are away. See [Note: sharded handles]."""
+
+    __torch_function__ = classmethod(_torch_function)
+
+
+class ShardedParameter(nn.Parameter):
+    """Class of a parameter while its bytes are away. See [Note: sharded handles]."""
+
+    __torch_function__ = classmethod(_torch_function)
+
+    # nn.Parameter implements these in Python without consulting __torch_function__.
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        materialize(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        materialize(self)
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+
+def materialize(handle: Tensor) -> None:
+    """Bring the bytes of ``handle`` back; it is a plain tensor afterwards."""
+    reference = _owners.get(id(handle))
+    owner = reference() if reference is not None else None
+    if owner is None:
+        raise RuntimeError(
+            f"A sharded tensor of shape {tuple(handle.shape)} was read after the engine that owns its bytes was closed."
+        )
+    owner.access(handle)
+    if isinstance(handle, (ShardedParameter, ShardedTensor)):
+        raise AssertionError(f"{owner} did not unshard a tensor of shape {tuple(handle.shape)}")
+
+
+def adopt(tensor: Tensor, owner: Owner) -> None:
+    """Register ``owner`` as the one to ask for the bytes of ``tensor``."""
+    _owners[id(tensor)] = weakref.ref(owner)
+
+
+def disown(tensor: Tensor) -> None:
+    """Forget ``tensor``; it must be plain."""
+    _owners.pop(id(tensor), None)
+
+
+def owner_of(tensor: Tensor) -> Owner | None:
+    """The owner registered for ``tensor``, if any."""
+    reference = _owners.get(id(tensor))
+    return reference() if reference is not None else None
+
+
+_placeholders: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 0-dim tensor to expand: NaN where the dtype has one, so that a read that slips through is seen."""
+    key = (dtype, device)
+    if key not in _placeholders:
+        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        with torch.inference_mode(False):
+            _placeholders[key] = torch.full((), value, dtype=dtype, device=device)
+    return _placeholders[key]
+
+
+def check_shardable(name: str, parameter: nn.Parameter) -> None:
+    """Refuse parameters whose bytes this package cannot move, by name."""
+    if nn.parameter.is_lazy(parameter):
+        raise ValueError(
+            f"Parameter {name!r} is not initialised yet (lazy module). Run one batch through the module in"
+            " `configure_model` or in `__init__`, so that its shape is known before it is sharded."
+        )
+    if type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__ or parameter.layout is not torch.strided:
+        raise ValueError(
+            f"Parameter {name!r} is a {type(parameter).__name__} with layout {parameter.layout}: only plain strided"
+            " parameters can be sharded. Convert it to a plain `torch.nn.Parameter` or freeze it into a buffer."
+        )
+    if parameter.is_meta:
+        raise ValueError(
+            f"Parameter {name!r} is on the meta device, it has no values to shard. Materialise the module in"
+            " `configure_model` (for example with `module.to_empty(device=...)` and its own initialisers)."
+        )

@@ -1,0 +1,167 @@
+"""Hooks on modules, parameters and autograd that call the engine; nothing else."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.partition.gradients import UnitGradients
+from lightning_zero.partition.unit import Unit
+
+
+class Listener(Protocol):
+    """What the engine does at each hook point."""
+
+    def pre_forward(self, unit: Unit) -> None: ...
+
+    def post_forward(self, unit: Unit, module: nn.Module) -> None: ...
+
+    def post_backward(self, unit: Unit) -> None: ...
+
+    def gradient_coming(self) -> None: ...
+
+    def gradient_arrived(self, gradients: UnitGradients, index: int) -> None: ...
+
+    def unshard(self, unit: Unit) -> None: ...
+
+
+class _ModuleHook:
+    """A hook that survives ``deepcopy`` and pickling of its module by doing nothing on the copy."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., None]) -> None:
+        self._module: nn.Module | None = module
+        self._call: Callable[..., None] | None = call
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if module is self._module and self._call is not None:
+            self._call(module, *args)
+
+    def __deepcopy__(self, memo: dict) -> "_ModuleHook":
+        return _ModuleHook.__new__(_ModuleHook)._cleared()
+
+    def __reduce__(self) -> Any:
+        return (_inert_hook, ())
+
+    def _cleared(self) -> "_ModuleHook":
+        self._module = self._call = None
+        return self
+
+
+def _inert_hook() -> _ModuleHook:
+    return _ModuleHook.__new__(_ModuleHook)._cleared()
+
+
+def hook_modules(unit: Unit, listener: Listener) -> list[RemovableHandle]:
+    """Bracket the unit's use by the forward of its modules."""
+
+    frozen = not any(p.requires_grad for p in unit.tensors)
+
+    def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
+        listener.pre_forward(unit)
+        if frozen and not unit.buffer.is_whole and torch.is_grad_enabled():
+            _watch_inputs(unit, listener, args, kwargs)
+
+    def post(module: nn.Module, args: Any, output: Any) -> None:
+        listener.post_forward(unit, module)
+
+    handles = []
+    for module in unit.modules:
+        # First before, last after the user's own hooks: those may read the parameters as well.
+        handles.append(module.register_forward_pre_hook(_ModuleHook(module, pre), prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(_ModuleHook(module, post), always_call=True))
+    return handles
+
+
+def _watch_inputs(unit: Unit, listener: Listener, args: Any, kwargs: Any) -> None:
+    """Frozen parameters get no gradients to tell that their backward is done; the gradients of the inputs do.
+
+    A forward inside backward is a recompute. If the original forward ran with gradients on (non-reentrant recompute) its
+    inputs are being watched already and those of the recompute belong to a graph that is never run.
+    """
+    if unit.pending_backward and torch._C._current_graph_task_id() != -1:
+        return
+
+    def done(grad: Tensor) -> None:
+        unit.pending_backward -= 1
+        if not unit.pending_backward:
+            listener.post_backward(unit)
+
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            unit.pending_backward += 1
+            leaf.register_hook(done)
+            return
+
+
+def hook_gradients(gradients: UnitGradients, listener: Listener, watch_start: bool) -> list[RemovableHandle]:
+    """Tell the listener when a parameter's gradient has been accumulated.
+
+    ``watch_start`` also tells before: needed where the user may call ``backward`` past the strategy (manual
+    optimization), because autograd must not add to what stands in ``p.grad``.
+    """
+    handles: list[RemovableHandle] = []
+    for index, parameter in enumerate(gradients.unit.tensors):
+        if not parameter.requires_grad:
+            continue
+        handles.append(parameter.register_post_accumulate_grad_hook(_GradientHook(gradients, index, listener)))
+        if watch_start:
+            handles.append(parameter.register_hook(lambda grad: listener.gradient_coming()))
+    return handles
+
+
+class _GradientHook:
+    __slots__ = ("_gradients", "_index", "_listener")
+
+    def __init__(self, gradients: UnitGradients, index: int, listener: Listener) -> None:
+        self._gradients, self._index, self._listener = gradients, index, listener
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._listener.gradient_arrived(self._gradients, self._index)
+
+
+class _Promise:
+    """Stands in autograd's graph for a tensor that lies in a unit's flat buffer."""
+
+    __slots__ = ("offset", "size", "stride", "unit")
+
+    def __init__(self, unit: Unit, tensor: Tensor) -> None:
+        self.unit = unit
+        self.offset, self.size, self.stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+class SavedTensors:
+    """[Note: never hold bytes, hold a promise]
+
+    What autograd saves of a unit's flat buffer (a weight, its transpose, a slice) is replaced by (unit, offset, size,
+    stride), so that saving keeps no bytes alive; when backward asks for it the unit is unsharded and the view is made
+    again. Active around forward and backward: a recompute saves too.
+    """
+
+    def __init__(self, units: list[Unit], listener: Listener) -> None:
+        self._units = units
+        self._listener = listener
+
+    def context(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Promise:
+        if tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()._cdata
+        for unit in self._units:
+            buffer = unit.buffer.buffer
+            if buffer is not None and buffer.flat.dtype == tensor.dtype and buffer.cdata == storage:
+                return _Promise(unit, tensor)
+        return tensor
+
+    def _unpack(self, saved: Tensor | _Promise) -> Tensor:
+        if not isinstance(saved, _Promise):
+            return saved
+        self._listener.unshard(saved.unit)
+        buffer = saved.unit.buffer.buffer
+        if buffer is None:
+            raise AssertionError(f"{saved.unit} has no bytes after unsharding")
+        return buffer.flat.as_strided(saved.size, saved.stride, saved.offset)

@@ -1,0 +1,93 @@
+"""Bytes by kind, and the pool of flat buffers that units share."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zero.partition.layout import FlatLayout
+
+
+class Ledger:
+    """Model-state bytes held by the engine on this rank, by kind, now and at their peak."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, int] = defaultdict(int)
+        self.peak: dict[str, int] = defaultdict(int)
+        self.peak_total = 0
+
+    def add(self, kind: str, nbytes: int) -> None:
+        self.now[kind] += nbytes
+        if nbytes > 0:
+            self.peak[kind] = max(self.peak[kind], self.now[kind])
+            self.peak_total = max(self.peak_total, sum(self.now.values()))
+
+    def set(self, kind: str, nbytes: int) -> None:
+        self.add(kind, nbytes - self.now[kind])
+
+
+@dataclass
+class FlatViews:
+    """An unsharded flat buffer with the tensors that lie in it."""
+
+    flat: Tensor
+    views: list[Tensor]
+    cdata: int
+    """Address of the storage object: tells whether a tensor lies in this buffer."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+    def is_shared(self) -> bool:
+        """Whether anybody else still holds a view, so that the bytes must not be written again."""
+        storage = self.flat.untyped_storage()
+        # Ours: the flat buffer, its views, and the Python storage object just made.
+        return torch._C._storage_Use_Count(storage._cdata) > 2 + len(self.views)
+
+
+class BufferPool:
+    """A few unsharded buffers, reused by units of the same layout.
+
+    Reuse saves page faults and the making of views. A buffer that somebody still looks into is never reused, it is
+    dropped by reference and lives as long as its last view. At most ``capacity`` idle buffers are kept.
+    """
+
+    def __init__(self, device: torch.device, ledger: Ledger, capacity: int) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._capacity = capacity
+        self._idle: list[tuple[FlatLayout, FlatViews]] = []
+
+    def take(self, layout: FlatLayout, dtype: torch.dtype) -> FlatViews:
+        """A buffer of undefined content."""
+        for index, (idle_layout, buffer) in enumerate(self._idle):
+            if buffer.flat.dtype == dtype and (idle_layout is layout or idle_layout == layout):
+                del self._idle[index]
+                return buffer
+        buffer = allocate(layout, dtype, self._device)
+        self._ledger.add("buffers", buffer.nbytes)
+        return buffer
+
+    def give(self, layout: FlatLayout, buffer: FlatViews) -> None:
+        """Take back a buffer that its user is done with."""
+        if buffer.is_shared():
+            self._ledger.add("buffers", -buffer.nbytes)
+            return
+        self._idle.append((layout, buffer))
+        if len(self._idle) > self._capacity:
+            _, oldest = self._idle.pop(0)
+            self._ledger.add("buffers", -oldest.nbytes)
+
+    def clear(self) -> None:
+        for _, buffer in self._idle:
+            self._ledger.add("buffers", -buffer.nbytes)
+        self._idle.clear()
+
+
+def allocate(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatViews:
+    """A new buffer outside inference mode: views of one made inside could not be trained later."""
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
+        return FlatViews(flat, [slot.view_of(flat) for slot in layout.slots], flat.untyped_storage()._cdata)

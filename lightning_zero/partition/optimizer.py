@@ -1,0 +1,350 @@
+"""Binding a user's optimizer to shards.
+
+[Note: an optimizer keeps the module's own parameters]
+Between steps ``param_groups`` hold the module's parameters, so that toggling, schedulers, finetuning callbacks and
+layer-wise rates work untouched. For the duration of the update the groups hold this rank's 1-D shards of those
+parameters that have a gradient, with the reduced gradient as ``.grad``; state made by the optimizer is then of the
+shards. Element-wise optimizers cannot tell the difference. ``state_dict`` and ``load_state_dict`` speak of whole
+tensors, in torch's own layout.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.partition.gradients import UnitGradients
+from lightning_zero.partition.unit import Unit
+
+_REFUSED = {
+    "LBFGS": "it evaluates the loss several times per step through its closure and mixes all elements in its line search",
+    "Adafactor": "it factors the second moment of whole matrices",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it needs sparse gradients, which are reduced as dense ones",
+}
+
+
+class Host(Protocol):
+    """What a binding needs of the engine."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def keeps_state(self) -> bool: ...
+
+    def locate(self, parameter: nn.Parameter) -> "tuple[Unit, UnitGradients | None, int] | None": ...
+
+    def before_update(self) -> None: ...
+
+    def after_update(self, units: list[Unit]) -> None: ...
+
+    def full_from_shards(self, unit: Unit, pieces: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor]: ...
+
+    def all_gather_object(self, value: Any) -> list[Any]: ...
+
+
+def check_supported(optimizer: Optimizer, names: dict[int, str]) -> None:
+    """Refuse, by name, optimizers that sharding would change; raise on parameters the module does not have."""
+    name = type(optimizer).__qualname__
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        raise TypeError(f"{name} is not a torch.optim.Optimizer (it has no step hooks), its state cannot be sharded.")
+    if type(optimizer).__name__ in _REFUSED:
+        raise ValueError(
+            f"The optimizer {name} cannot be sharded: {_REFUSED[type(optimizer).__name__]}. Use an element-wise optimizer"
+            " (SGD, Adam, AdamW, RMSprop, Adagrad, ...) or a strategy without sharding."
+        )
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            raise ValueError(
+                f"The optimizer {name} wraps another one ({attribute}: {type(value).__qualname__}), whose update would not"
+                " see the shards. Use the inner optimizer directly."
+            )
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"The optimizer {name} holds a parameter of shape {tuple(parameter.shape)} (param_groups[{group_index}]"
+                    f"['params'][{index}]) that is not one of the LightningModule's parameters. Register it on the module."
+                )
+    for group_index, group in enumerate(optimizer.param_groups):
+        if not _is_elementwise(optimizer, group):
+            raise ValueError(
+                f"The optimizer {name} (param_groups[{group_index}]) cannot be sharded: its update of an element depends"
+                " on other elements or on the tensor's shape (tried on a small matrix). Use an element-wise optimizer."
+            )
+
+
+def _is_elementwise(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether updating a small matrix as a whole and as two 1-D pieces gives the same."""
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    dtype = torch.float64 if group["params"] and group["params"][0].dtype == torch.float64 else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 6, generator=generator, dtype=dtype).to(device)
+    grads = [torch.randn(4, 6, generator=generator, dtype=dtype).to(device) for _ in range(3)]
+
+    def trained(pieces: list[slice] | None) -> Tensor:
+        values = [start.clone()] if pieces is None else [start.flatten()[piece].clone() for piece in pieces]
+        parameters = [nn.Parameter(value) for value in values]
+        probe = _probe(optimizer, group, parameters)
+        for grad in grads:
+            for parameter, piece in zip(parameters, pieces or [None], strict=True):  # type: ignore[list-item]
+                parameter.grad = grad.clone() if piece is None else grad.flatten()[piece].clone()
+            probe.step()
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+    try:
+        return torch.allclose(trained(None), trained([slice(0, 11), slice(11, 24)]), rtol=1e-4, atol=1e-7)
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False
+
+
+def _probe(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """A stand-in of the same class and settings that updates other parameters."""
+    probe = object.__new__(type(optimizer))
+    probe.__dict__.update(vars(optimizer))
+    settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+    probe.param_groups = [{**settings, "params": parameters}]
+    probe.state = type(optimizer.state)(dict) if optimizer.state is not None else {}
+    # Hooks and scheduler wrappers belong to the real one.
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        probe.__dict__[hooks] = type(getattr(optimizer, hooks))()
+    probe.__dict__.pop("step", None)
+    for parameter in parameters:
+        # Some optimizers make their state when they are built.
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                probe.state[parameter] = {
+                    k: torch.full_like(parameter, float(v.flatten()[0]) if v.numel() else 0.0)
+                    if _is_moment(v, None)
+                    else _copy(v)
+                    for k, v in state.items()
+                }
+                break
+    return probe
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _is_moment(value: Any, shape: torch.Size | None) -> bool:
+    """Whether a state entry is element-wise (of the parameter's shape) and not one value per parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and (shape is None or value.shape == shape)
+
+
+class OptimizerBinding:
+    """Lets one optimizer update shards. See [Note: an optimizer keeps the module's own parameters]."""
+
+    def __init__(self, optimizer: Optimizer, host: Host) -> None:
+        self.optimizer = optimizer
+        self._host = host
+        self._originals: list[list[nn.Parameter]] | None = None
+        self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._units: dict[int, Unit] = {}
+        self._shard_initial_state()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._pre_step),
+            optimizer.register_step_post_hook(self._post_step),
+            optimizer.register_state_dict_post_hook(self._whole_state),
+            optimizer.register_load_state_dict_pre_hook(self._pre_load),
+            optimizer.register_load_state_dict_post_hook(self._post_load),
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def cancel(self) -> None:
+        """Leave an update that raised half-way."""
+        if self._originals is not None:
+            self._restore()
+
+    def state_bytes(self) -> int:
+        """Bytes of element-wise state on this rank."""
+        return sum(
+            v.numel() * v.element_size()
+            for state in self.optimizer.state.values() if isinstance(state, dict)
+            for v in state.values() if isinstance(v, Tensor)
+        )  # fmt: skip
+
+    # -- the update --------------------------------------------------------------------------------------------------
+
+    def _pre_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._swap()
+            return None
+
+        def run_then_swap() -> Any:
+            loss = closure()
+            self._swap()
+            return loss
+
+        # The closure runs forward, backward, the user's hooks and clipping: all of them see the module's parameters.
+        return (args[0], run_then_swap, *args[2:]) if len(args) > 1 else args, (
+            {**kwargs, "closure": run_then_swap} if "closure" in kwargs else kwargs
+        )
+
+    def _post_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if self._originals is None:
+            raise RuntimeError(
+                f"{type(optimizer).__qualname__}.step did not call its closure, so there are no gradients to step with."
+            )
+        self._restore()
+        self._host.after_update([self._units[index] for index in sorted(self._units)])
+
+    def _swap(self) -> None:
+        self._host.before_update()
+        self._enter(lambda unit, gradients, index: gradients.local(index) if gradients is not None else None)
+
+    def _enter(self, gradient_of: Callable[[Unit, UnitGradients | None, int], Tensor | None]) -> None:
+        if self._originals is not None:
+            raise RuntimeError(f"{type(self.optimizer).__qualname__}.step was called inside its own step")
+        state = self.optimizer.state
+        self._originals, self._units = [], {}
+        for group in self.optimizer.param_groups:
+            self._originals.append(group["params"])
+            shards = []
+            for parameter in group["params"]:
+                located = self._host.locate(parameter)
+                if located is None:
+                    raise RuntimeError(
+                        f"{type(self.optimizer).__qualname__} holds a parameter of shape {tuple(parameter.shape)} that is"
+                        " not one of the LightningModule's parameters."
+                    )
+                unit, gradients, index = located
+                gradient = gradient_of(unit, gradients, index)
+                if gradient is None:
+                    continue
+                self._units[unit.index] = unit
+                shard = unit.shards[index]
+                if shard is None:
+                    continue
+                shard.grad = gradient.to(shard.dtype)
+                if parameter in state:
+                    state[shard] = state.pop(parameter)
+                self._swapped.append((parameter, shard))
+                shards.append(shard)
+            group["params"] = shards
+
+    def _restore(self) -> None:
+        state = self.optimizer.state
+        for parameter, shard in self._swapped:
+            shard.grad = None
+            if shard in state:
+                state[parameter] = state.pop(shard)
+        for group, originals in zip(self.optimizer.param_groups, self._originals or [], strict=True):
+            group["params"] = originals
+        self._originals, self._swapped = None, []
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _shard_initial_state(self) -> None:
+        """Some optimizers make whole state when they are built."""
+        for parameter in self._parameters():
+            state = self.optimizer.state.get(parameter)
+            if state:
+                self.optimizer.state[parameter] = self._sharded(parameter, state)
+
+    def _sharded(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        located = self._host.locate(parameter)
+        if located is None:
+            return state
+        unit, _, index = located
+        slot, local = unit.layout.slots[index], {}
+        shard = unit.shards[index]
+        if shard is None:
+            return {}
+        start = unit.layout.tensor_range(index, self._host.rank).slice()
+        for name, value in state.items():
+            if _is_moment(value, torch.Size(slot.shape)):
+                dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=shard.device).copy_(
+                    value
+                )
+                local[name] = dense.as_strided((dense.numel(),), (1,))[start].clone()
+            else:
+                local[name] = value
+        return local
+
+    def whole_state(self, keep: bool = True) -> dict[int, dict[str, Any]]:
+        """State by parameter index with whole tensors; all ranks call it, those that do not ``keep`` get an empty dict."""
+        mine: dict[int, dict[str, Any]] = {}
+        parameters = list(self._parameters())
+        for index, parameter in enumerate(parameters):
+            shard = self._shard(parameter)
+            state = self.optimizer.state.get(parameter)
+            if state and shard is not None:
+                mine[index] = {
+                    name: value.dtype if _is_moment(value, shard.shape) else _copy(value)
+                    for name, value in state.items()
+                }
+        known: dict[int, dict[str, Any]] = {}
+        for answer in self._host.all_gather_object(mine):
+            for index, entries in answer.items():
+                known.setdefault(index, entries)
+        by_unit: dict[tuple[int, str, torch.dtype], list[int]] = {}
+        for index, entries in sorted(known.items()):
+            unit = self._host.locate(parameters[index])[0]  # type: ignore[index]
+            for name, value in entries.items():
+                if isinstance(value, torch.dtype):
+                    by_unit.setdefault((unit.index, name, value), []).append(index)
+        for (_, name, dtype), indices in by_unit.items():
+            located = [self._host.locate(parameters[i]) for i in indices]
+            unit = located[0][0]  # type: ignore[index]
+            pieces = {
+                where[2]: self.optimizer.state[parameters[i]][name]  # type: ignore[index]
+                for i, where in zip(indices, located, strict=True)
+                if parameters[i] in self.optimizer.state and self._shard(parameters[i]) is not None
+            }
+            tensors = self._host.full_from_shards(unit, pieces, dtype)
+            if keep:
+                for i, where in zip(indices, located, strict=True):
+                    known[i][name] = tensors[where[2]].clone().contiguous()  # type: ignore[index]
+        return dict(sorted(known.items())) if keep else {}
+
+    def _shard(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        located = self._host.locate(parameter)
+        return None if located is None else located[0].shards[located[2]]
+
+    def _whole_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "state": self.whole_state(self._host.keeps_state)}
+
+    def _pre_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Cut whole tensors to the local shards, and load them as state of the shards (whose dtype state must have)."""
+        parameters = list(self._parameters())
+        count = sum(len(group["params"]) for group in state_dict["param_groups"])
+        if count != len(parameters):
+            return state_dict  # torch says what is wrong
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        cut = {
+            key: self._sharded(parameter, state_dict["state"][key])
+            for key, parameter in zip(keys, parameters, strict=True)
+            if key in state_dict["state"]
+        }
+        self._originals = []
+        for group in self.optimizer.param_groups:
+            self._originals.append(group["params"])
+            stand_ins = []
+            for parameter in group["params"]:
+                shard = self._shard(parameter)
+                if shard is None:
+                    shard = nn.Parameter(torch.empty(0, device=parameter.device))
+                self._swapped.append((parameter, shard))
+                stand_ins.append(shard)
+            group["params"] = stand_ins
+        return {**state_dict, "state": cut}
+
+    def _post_load(self, optimizer: Optimizer) -> None:
+        if self._originals is None:
+            return
+        self._restore()
+        for parameter in list(self.optimizer.state):
+            if isinstance(parameter, Tensor) and self._shard(parameter) is None:  # type: ignore[arg-type]
+                del self.optimizer.state[parameter]

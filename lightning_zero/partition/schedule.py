@@ -1,0 +1,168 @@
+"""In which order units are unsharded: the same order on every rank, prefetched, without asking each time.
+
+[Note: one order on every rank]
+A gather needs all ranks. If a rank takes another branch of the model, the others must not wait for a partner that
+never comes. A *phase* is one micro-batch (forward to the end of backward) or one evaluation step. In the first phase of
+a kind every gather is agreed on: ranks exchange which unit they want, all of them take part in gathering it, and those
+that are done answer until everybody is. What was gathered, in order, is the *plan* of that kind of phase. From then
+on the ranks follow the plan without asking. A rank that skips units still takes part in their gathers, so any
+subsequence of the plan works. A rank that needs something else first walks to the end of the plan and then asks again.
+Each phase ends with one small all-reduce that finds out whether anybody still asks.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_zero.comm import Comm
+from lightning_zero.partition.unit import State, Unit
+
+
+@dataclass(frozen=True)
+class Step:
+    """One gather of a plan; ``keep``: the same unit comes next again, so it is not given up in between."""
+
+    unit: int
+    keep: bool = False
+
+
+class Schedule:
+    """Decides when which unit is gathered. See [Note: one order on every rank]."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, prefetch: int, read_timeout: float) -> None:
+        self._units = units
+        self._comm = comm
+        self._prefetch = prefetch
+        self._read_timeout = read_timeout
+        self._plans: dict[Hashable, tuple[Step, ...]] = {}
+        self._key: Hashable = None
+        self._plan: tuple[Step, ...] = ()
+        self._cursor = 0
+        self._extra: list[int] = []
+        self._needed: set[int] = set()
+        self._kept: set[int] = set()
+
+    @property
+    def active(self) -> bool:
+        """Whether a phase is open."""
+        return self._key is not None
+
+    def begin(self, key: Hashable) -> None:
+        """Open a phase; phases with the same ``key`` are expected to gather the same units in the same order."""
+        if self.active:
+            raise AssertionError(f"phase {self._key} is still open")
+        self._key = key
+        self._plan = self._plans.get(key, ())
+        self._cursor = 0
+        self._extra, self._needed, self._kept = [], set(), set()
+
+    def want(self, unit: Unit) -> None:
+        """Unshard ``unit`` now."""
+        if unit.buffer.state is State.UNSHARDED:
+            return
+        if unit.buffer.state is State.SHARDED:
+            position = self._find(unit)
+            if position is not None:
+                self._follow(position)
+            elif self._comm.world_size == 1:
+                self._extra.append(unit.index)
+            else:
+                self._follow(len(self._plan))
+                self._ask(unit)
+        unit.buffer.unshard()
+        self._fetch_ahead()
+
+    def keeps(self, unit: Unit) -> bool:
+        """Whether giving ``unit`` up now would only mean gathering it again next."""
+        return unit.index in self._kept
+
+    def finish(self, facts: Sequence[int] = ()) -> bool:
+        """Close the phase on all ranks; returns whether all ranks gave the same ``facts`` (up to three)."""
+        self._follow(len(self._plan))
+        same = self._answer(facts)
+        for unit in self._units:
+            if unit.buffer.state is State.GATHERING:
+                unit.buffer.reshard()
+        if self._extra:
+            self._plans[self._key] = _collapse([*self._plan, *(Step(index) for index in self._extra)])
+        self._key = None
+        return same
+
+    def abandon(self) -> None:
+        """Close the phase on this rank alone, after an exception."""
+        self._key = None
+
+    def agree_outside(self, unit: Unit, is_gradient: bool, what: str) -> list[tuple[int, bool]]:
+        """Outside a phase: which buffers, as (unit index, is gradient), the ranks want to read now, in one order.
+
+        Raises RuntimeError on every rank that asked if another does not ask within the time limit.
+        """
+        wish = 2 * unit.index + is_gradient
+        most, least = self._comm.exchange("reading outside of a step", [wish], what, self._read_timeout)
+        return [(index // 2, bool(index % 2)) for index in sorted({most[0], least[0], wish})]
+
+    def _find(self, unit: Unit) -> int | None:
+        for position in range(self._cursor, len(self._plan)):
+            if self._plan[position].unit == unit.index:
+                return position
+        return None
+
+    def _follow(self, position: int) -> None:
+        """Take part in the planned gathers before ``position`` that this rank has no use for, and move past it."""
+        while self._cursor < min(position, len(self._plan)):
+            self._units[self._plan[self._cursor].unit].buffer.serve()
+            self._cursor += 1
+        if position < len(self._plan):
+            self._enter(self._plan[position])
+
+    def _enter(self, step: Step) -> None:
+        self._cursor += 1
+        self._kept.discard(step.unit)
+        if step.keep:
+            self._kept.add(step.unit)
+
+    def _fetch_ahead(self) -> None:
+        ahead = sum(1 for unit in self._units if unit.buffer.state is State.GATHERING)
+        while ahead < self._prefetch and self._cursor < len(self._plan):
+            step = self._plan[self._cursor]
+            buffer = self._units[step.unit].buffer
+            if buffer.state is not State.SHARDED:
+                return
+            buffer.unshard_async()
+            self._enter(step)
+            ahead += 1
+
+    def _ask(self, unit: Unit) -> None:
+        """Agree on units to gather until this rank's turn has come."""
+        while True:
+            most, _ = self._comm.exchange(_PLACE, [unit.index + 1], f"(wants {unit.name!r} in {self._key})")
+            winner = most[0] - 1
+            self._extra.append(winner)
+            if winner == unit.index:
+                return
+            self._units[winner].buffer.serve()
+
+    def _answer(self, facts: Sequence[int]) -> bool:
+        """Serve the ranks that still ask; returns whether all gave the same facts."""
+        if self._comm.world_size == 1:
+            return True
+        while True:
+            most, least = self._comm.exchange(_PLACE, [0, *facts], f"(at the end of {self._key})")
+            winner = most[0] - 1
+            if winner < 0:
+                return most == least
+            self._extra.append(winner)
+            self._units[winner].buffer.serve()
+
+
+_PLACE = "in a step"
+
+
+def _collapse(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Merge gathers of one unit that follow each other, marking that the unit is kept."""
+    merged: list[Step] = []
+    for step in steps:
+        if merged and merged[-1].unit == step.unit:
+            merged[-1] = replace(merged[-1], keep=True)
+        else:
+            merged.append(step)
+    return tuple(merged)

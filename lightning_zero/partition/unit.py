@@ -1,0 +1,296 @@
+"""Unit: parameters that are unsharded and resharded together, and the flat buffers under them."""
+
+from collections.abc import Callable
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm import Comm, Work
+from lightning_zero.partition import handle
+from lightning_zero.partition.layout import FlatLayout, build_layout, dense_stride
+from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
+
+
+class State(Enum):
+    """Life cycle of a sharded buffer."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+
+
+class ShardedBuffer:
+    """One flat buffer, the shard this rank owns, and the tensors that view it while it is unsharded.
+
+    ``unshard_async`` -> ``unshard`` -> ``reshard`` go round through the three states; tensors are handles
+    (partition/handle.py) unless UNSHARDED. A ``whole`` buffer keeps its bytes while resharded (stages 1 and 2 between a
+    step and the arrival of the other ranks' updates), a sharded one takes a buffer from the pool and gives it back.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: FlatLayout,
+        tensors: list[Tensor],
+        shard: Tensor,
+        comm: Comm,
+        pool: BufferPool,
+        channel: int,
+        on_access: Callable[["ShardedBuffer", Tensor], None],
+        whole: FlatViews | None = None,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.tensors = tensors
+        self.shard = shard
+        self.state = State.SHARDED
+        self.buffer = whole
+        self._comm = comm
+        self._pool = pool
+        self._channel = channel
+        self._on_access = on_access
+        self._whole = whole is not None
+        self._dtype = tensors[0].dtype
+        self._device = shard.device
+        self._classes = [type(t) for t in tensors]
+        self._work: Work | None = None
+        for tensor in tensors:
+            handle.adopt(tensor, self)
+
+    def __repr__(self) -> str:
+        return f"ShardedBuffer({self.name}, {self.state.name})"
+
+    @property
+    def is_whole(self) -> bool:
+        return self._whole
+
+    def access(self, tensor: Tensor) -> None:
+        """Called by a handle whose bytes are wanted."""
+        self._on_access(self, tensor)
+
+    def unshard_async(self) -> None:
+        """Start gathering the other ranks' shards."""
+        if self.state is not State.SHARDED:
+            raise AssertionError(f"{self} is already unsharded or on its way")
+        self._launch()
+        self.state = State.GATHERING
+
+    def unshard(self) -> None:
+        """Make the tensors plain; waits for a gather under way, starts one if there is none."""
+        if self.state is State.UNSHARDED:
+            return
+        if self.state is State.SHARDED:
+            self.unshard_async()
+        self._wait()
+        self.attach()
+
+    def attach(self) -> None:
+        """Give the tensors their bytes and their class back."""
+        if self.buffer is None:
+            raise AssertionError(f"{self} has no bytes")
+        for tensor, cls, view in zip(self.tensors, self._classes, self.buffer.views, strict=True):
+            tensor.__class__ = cls
+            if not self._whole:
+                tensor.data = view
+        self.state = State.UNSHARDED
+
+    def reshard(self) -> None:
+        """Make the tensors handles; the bytes outside the own shard are given up (or, if whole, are out of date)."""
+        if self.state is State.SHARDED:
+            return
+        if self.state is State.GATHERING:
+            self._wait()
+        self.detach()
+        if not self._whole and self.buffer is not None:
+            self._pool.give(self.layout, self.buffer)
+            self.buffer = None
+
+    def detach(self) -> None:
+        """Turn the tensors into handles, leaving the bytes alone."""
+        value = handle.placeholder(self._dtype, self._device)
+        for tensor, cls in zip(self.tensors, self._classes, strict=True):
+            if tensor.__class__ is cls:
+                if not self._whole:
+                    tensor.data = value.expand(tensor.shape)
+                tensor.__class__ = handle.ShardedParameter if issubclass(cls, nn.Parameter) else handle.ShardedTensor
+        self.state = State.SHARDED
+
+    def serve(self) -> None:
+        """Take part in a gather that only other ranks need."""
+        if self.state is State.SHARDED:
+            self.unshard_async()
+            self._wait()
+            self.reshard()
+            return
+        # Unsharded here: the other ranks still want the own shard, what they send is known already.
+        scratch = self._pool.take(self.layout, self._dtype)
+        self._comm.all_gather(scratch.flat, self._shard_to_send(), self._channel).wait()
+        self._pool.give(self.layout, scratch)
+
+    def keep_edits(self) -> bool:
+        """Write what the user changed in the unsharded tensors back to the own shard; whether anything had changed.
+
+        Covers in-place edits, edits through views and ``.data`` (which leave no version trace), and rebound ``.data``.
+        """
+        if self.state is not State.UNSHARDED or self.buffer is None:
+            return False
+        changed = self._relink()
+        if self._whole:
+            return changed
+        own = self.own_slice(self.buffer.flat)
+        return write_changes(own, self.shard) or changed
+
+    def own_slice(self, flat: Tensor) -> Tensor:
+        """The own shard's range of an unsharded flat buffer."""
+        return flat.narrow(0, self._comm.rank * self.layout.shard_numel, self.layout.shard_numel)
+
+    def release(self) -> None:
+        """Hand the tensors to the user for good, each with memory of its own. They must be unsharded."""
+        if self.state is not State.UNSHARDED:
+            raise AssertionError(f"{self} cannot be released")
+        for tensor in self.tensors:
+            tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+            handle.disown(tensor)
+        self.buffer = None
+
+    def _relink(self) -> bool:
+        changed = False
+        for tensor, view in zip(self.tensors, self.buffer.views, strict=True):  # type: ignore[union-attr]
+            if tensor.data_ptr() != view.data_ptr() and tensor.numel():
+                if tensor.shape != view.shape:
+                    raise ValueError(
+                        f"A tensor of {self.name} was rebound from shape {tuple(view.shape)} to {tuple(tensor.shape)}."
+                        " A sharded parameter keeps its shape until the Trainer is done."
+                    )
+                view.copy_(tensor.data)
+                tensor.data = view
+                changed = True
+        return changed
+
+    def _launch(self) -> None:
+        if self.buffer is None:
+            self.buffer = self._pool.take(self.layout, self._dtype)
+        self._work = self._comm.all_gather(self.buffer.flat, self._shard_to_send(), self._channel)
+
+    def _shard_to_send(self) -> Tensor:
+        return self.shard if self.shard.dtype == self._dtype else self.shard.to(self._dtype)
+
+    def _wait(self) -> None:
+        if self._work is None:
+            raise AssertionError(f"{self} has no gather under way")
+        self._work.wait()
+        self._work = None
+
+
+def write_changes(values: Tensor, shard: Tensor) -> bool:
+    """Copy those ``values`` into ``shard`` that differ from it (rounded to their dtype); whether there were any.
+
+    An element of a wider shard keeps its extra bits unless its rounded value changed.
+    """
+    rounded = shard if shard.dtype == values.dtype else shard.to(values.dtype)
+    if torch.equal(values, rounded):
+        return False
+    if rounded is shard:
+        shard.copy_(values)
+    else:
+        shard.copy_(torch.where(values != rounded, values.to(shard.dtype), shard))
+    return True
+
+
+class Unit:
+    """Parameters of one dtype that share a flat buffer, with their fp32 master shard if they have one.
+
+    ``modules`` bracket the use of the parameters; ``names`` are FQNs in slot order.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        modules: list[nn.Module],
+        named_parameters: list[tuple[str, nn.Parameter]],
+        comm: Comm,
+        pool: BufferPool,
+        ledger: Ledger,
+        on_access: Callable[[ShardedBuffer, Tensor], None],
+        whole: bool,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.modules = modules
+        self.finished_modules: set[nn.Module] = set()
+        """Those whose forward has ended since the unit was unsharded."""
+        self.pending_backward = 0
+        """Forwards of a frozen unit whose backward is still to come."""
+        self.unsharded_in_backward = False
+        self.names = [n for n, _ in named_parameters]
+        self.tensors: list[nn.Parameter] = [p for _, p in named_parameters]
+        first = self.tensors[0]
+        self.dtype = first.dtype
+        self.layout = build_layout(
+            [tuple(p.shape) for p in self.tensors],
+            [dense_stride(p) for p in self.tensors],
+            comm.world_size,
+            first.element_size(),
+        )
+        with torch.inference_mode(False), torch.no_grad():
+            flat = allocate(self.layout, self.dtype, first.device)
+            flat.flat.zero_()
+            for view, parameter in zip(flat.views, self.tensors, strict=True):
+                view.copy_(parameter.data)
+            own = flat.flat.narrow(0, comm.rank * self.layout.shard_numel, self.layout.shard_numel)
+            shard = own if whole else own.clone()
+            self.master = None if master_dtype is None else shard.to(master_dtype, copy=True)
+            if whole:
+                for view, parameter in zip(flat.views, self.tensors, strict=True):
+                    parameter.data = view
+        self.buffer = ShardedBuffer(
+            name, self.layout, list(self.tensors), shard, comm, pool, 2 * index, on_access, flat if whole else None
+        )
+        ledger.add("parameters", flat.nbytes if whole else shard.numel() * shard.element_size())
+        if self.master is not None:
+            ledger.add("master", self.master.numel() * self.master.element_size())
+        if whole:
+            self.buffer.attach()
+        else:
+            self.buffer.state = State.UNSHARDED
+            self.buffer.detach()
+        self.shards = [self._shard_of(i, comm.rank) for i in range(len(self.tensors))]
+
+    def __repr__(self) -> str:
+        return f"Unit({self.index}: {self.name}, {self.buffer.state.name})"
+
+    @property
+    def main(self) -> Tensor:
+        """The shard that the optimizer updates: the master weights, or the parameter shard where it is its own."""
+        return self.buffer.shard if self.master is None else self.master
+
+    def _shard_of(self, index: int, rank: int) -> nn.Parameter | None:
+        """The optimizer's view of a parameter: a 1-D slice of the main shard, or None where this rank owns nothing."""
+        local = self.layout.local_range(index, rank)
+        if not local.numel:
+            return None
+        with torch.inference_mode(False):
+            return nn.Parameter(self.main[local.slice()], requires_grad=self.main.is_floating_point())
+
+    def publish(self) -> None:
+        """After a step: the model weights' shard takes the master's new values."""
+        if self.master is not None:
+            self.buffer.shard.copy_(self.master)
+
+    def checksum(self) -> int:
+        """A number that is the same on ranks whose unsharded parameters have the same bits."""
+        if self.buffer.buffer is None:
+            raise AssertionError(f"{self} has no bytes")
+        flat = self.buffer.buffer.flat
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+        return int(flat.view(integers).sum(dtype=torch.int64)) >> 1
+
+    def keep_edits(self) -> bool:
+        """Let user edits of the unsharded parameters reach the shard and, where they changed it, the master."""
+        changed = self.buffer.keep_edits()
+        if self.master is not None and (changed or self.buffer.is_whole):
+            changed = write_changes(self.buffer.shard, self.master) or changed
+        return changed

@@ -1,0 +1,420 @@
+"""ZeroStrategy: Lightning's hooks, each a line or two into the engine."""
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero import precision
+from lightning_zero.comm import Comm
+from lightning_zero.config import EngineConfig
+from lightning_zero.partition.engine import ZeroEngine
+
+# Measured on the GPT of benchmarks/step_time.py; smaller models get proportionally smaller units.
+DEFAULT_UNIT_SIZE_MB = 32.0
+_CLOSE_TIMEOUT_SECONDS = 10.0
+
+
+class ZeroStrategy(DDPStrategy):
+    """Data-parallel training with sharded optimizer state, gradients and parameters (ZeRO, SC 20).
+
+    The LightningModule needs no change and is never wrapped.
+
+    Args:
+        stage: 1 shards optimizer state over the ranks, 2 gradients too, 3 parameters too.
+        offload: keep optimizer state and run the step on the CPU.
+        delayed_update: run the optimizer step one step late, beside the next forward and backward.
+        unit_policy: which modules' parameters are gathered together: ``None`` chooses automatically; an iterable of
+            module classes, or a callable with the signature of FSDP's policies.
+        unit_size_mb: upper bound of an automatic unit in MiB of parameters.
+        prefetch: how many units are gathered ahead of use (stage 3).
+        reduce_dtype: dtype of gradients on the wire; ``None`` is the parameters' own dtype.
+        shard_group_size: shard inside groups of this many ranks and replicate across them.
+        activation_checkpointing_policy: module classes or a callable: which modules are recomputed in backward.
+        activation_offload: keep saved activations in host memory.
+        state_dict_type: ``"full"`` writes one ordinary Lightning checkpoint.
+        read_timeout: seconds that a rank which reads a sharded tensor outside of a step, or saves a checkpoint, waits
+            for the others before it raises.
+        process_group_backend: ``None`` is NCCL on GPUs and Gloo on CPUs.
+        timeout: time limit of collectives.
+        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``, as for DDPStrategy.
+    """
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 2,
+        offload: bool = False,
+        delayed_update: bool | int = False,
+        unit_policy: Any = None,
+        unit_size_mb: float = DEFAULT_UNIT_SIZE_MB,
+        prefetch: int = 1,
+        reduce_dtype: torch.dtype | str | None = None,
+        shard_group_size: int | None = None,
+        activation_checkpointing_policy: Any = None,
+        activation_offload: bool = False,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        read_timeout: float = 30.0,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: "pl.accelerators.Accelerator | None" = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        _refuse_unfinished(
+            offload=offload,
+            delayed_update=delayed_update,
+            shard_group_size=shard_group_size,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            activation_offload=activation_offload,
+        )
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}")
+        if state_dict_type == "sharded":
+            raise NotImplementedError("ZeroStrategy(state_dict_type='sharded') is not implemented yet: use 'full'.")
+        if start_method not in ("popen", "spawn", "fork", "forkserver"):
+            raise ValueError(f"start_method must be 'popen', 'spawn', 'fork' or 'forkserver', got {start_method!r}")
+        self.config = EngineConfig(
+            stage=stage,
+            unit_bytes=int(unit_size_mb * 2**20),
+            unit_policy=unit_policy,
+            prefetch=prefetch,
+            reduce_dtype=_as_dtype(reduce_dtype),
+            read_timeout=read_timeout,
+        )
+        self.engine: ZeroEngine | None = None
+        self._optimizer_engine: ZeroEngine | None = None
+        self._comm: Comm | None = None
+        self._comm_group: Any = None
+        self._buffers: list[Tensor] = []
+        self._buffers_due = False
+        self._uneven_training = False
+        self._uneven_evaluation = False
+        self._interrupted = False
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision.translate(Precision() if precision_plugin is None else precision_plugin)
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        if self.accelerator is None or self.model is None:
+            raise RuntimeError("ZeroStrategy.setup was called before the Trainer connected an accelerator and a model")
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self._interrupted = False
+        comm = self._make_comm()
+        if comm.world_size > 1:
+            # Ranks may have built different weights. Also for evaluation: all see rank 0's.
+            _sync_module_states(self.model)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self._setup_engine(comm, fitting)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _make_comm(self) -> Comm:
+        """The groups are made once per process group: making them is a collective, and there is a limit to how many."""
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self._comm is None or self._comm_group is not group:
+            self._comm = Comm(self.global_rank, self.world_size, self.root_device, self._timeout)
+            self._comm_group = group
+        return self._comm
+
+    def _setup_engine(self, comm: Comm, fitting: bool) -> None:
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("ZeroStrategy.setup was called without a LightningModule")
+        # Evaluation alone shards nothing at stages 1 and 2: there is no optimizer state and there are no gradients.
+        self.engine = None
+        if fitting or self.config.stage == 3:
+            self.engine = ZeroEngine(
+                module, comm, self.config, self.optimizers if fitting else [], not module.automatic_optimization
+            )
+        if fitting:
+            self._optimizer_engine = self.engine
+        if isinstance(self.precision_plugin, precision.ShardedGradientsMixin):
+            self.precision_plugin.engine = self.engine
+        self._buffers = [b for b in module.buffers() if b.numel()] if fitting and comm.world_size > 1 else []
+        self._buffers_due = bool(self._buffers)
+
+    @override
+    def configure_ddp(self) -> None:
+        """Nothing to wrap: the module stays the user's own."""
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
+        self._sync_buffers(then=automatic and (self.engine is None or self.engine.reduces))
+        with self._step("train", backward_follows=automatic):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validate", super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test", super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict", super().predict_step, *args, **kwargs)
+
+    def _evaluate(self, kind: str, step: Callable, *args: Any, **kwargs: Any) -> Any:
+        self._sync_buffers(then=False)
+        if self._uneven_evaluation and self.engine is not None:
+            self.engine.announce_step()
+        with self._step(kind):
+            output = step(*args, **kwargs)
+        if self._uneven_evaluation and self.engine is not None and self._is_last_evaluation_batch():
+            self.engine.serve_until_done(kind)
+        return output
+
+    @contextmanager
+    def _step(self, kind: str, backward_follows: bool = False) -> Iterator[None]:
+        with nullcontext() if self.engine is None else self.engine.step(kind, backward_follows):
+            yield
+
+    def _sync_buffers(self, then: bool) -> None:
+        """DDP's rule: rank 0's buffers go to all ranks before a forward that follows one whose gradients were
+        reduced (or the first)."""
+        if self._buffers_due and self._comm is not None:
+            self._comm.broadcast([b.detach() for b in self._buffers])
+        self._buffers_due = then and bool(self._buffers)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("backward was called without a LightningModule")
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        with nullcontext() if self.engine is None else self.engine.backward():
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator:
+        with nullcontext() if self.engine is None else self.engine.no_sync():
+            yield
+
+    # -- ranks with different numbers of batches ---------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._comm is None or self.world_size == 1:
+            return
+        trainer = self._trainer
+        if batch_idx == 0:
+            self._uneven_training = self._counts_differ([trainer.num_training_batches])
+        if self._uneven_training:
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            mine = progress.is_last_batch
+            most, _ = self._comm.exchange("starting a training batch", [int(mine)])
+            progress.is_last_batch = bool(most[0])
+            if progress.is_last_batch and not mine:
+                rank_zero_warn(
+                    f"The ranks have different numbers of training batches. The epoch ends for all of them after batch"
+                    f" {batch_idx}, the last one of the rank with the fewest: the rest is not used.",
+                    category=UserWarning,
+                )
+
+    @override
+    def on_validation_start(self) -> None:
+        counts = self._trainer.num_val_batches
+        self._begin_evaluation(self._trainer.num_sanity_val_batches if self._trainer.sanity_checking else counts)
+
+    @override
+    def on_test_start(self) -> None:
+        self._begin_evaluation(self._trainer.num_test_batches)
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_evaluation(self._trainer.num_predict_batches)
+
+    def _begin_evaluation(self, counts: list[int | float]) -> None:
+        self._uneven_evaluation = self.engine is not None and self.world_size > 1 and self._counts_differ(counts)
+
+    def _counts_differ(self, counts: Iterable[int | float]) -> bool:
+        """Whether the ranks' numbers of batches differ or are unknown."""
+        if self._comm is None:
+            return False
+        total = sum(counts)
+        known = int(total) if total != float("inf") else -1
+        most, least = self._comm.exchange("starting a loop over batches", [known])
+        return most != least or known < 0
+
+    def _is_last_evaluation_batch(self) -> bool:
+        loop = {
+            RunningStage.VALIDATING: self._trainer.validate_loop,
+            RunningStage.TESTING: self._trainer.test_loop,
+            RunningStage.PREDICTING: self._trainer.predict_loop,
+        }.get(self._trainer.state.stage)  # type: ignore[arg-type]
+        if self._trainer.state.fn == TrainerFn.FITTING or loop is None:
+            loop = self._trainer.fit_loop.epoch_loop.val_loop
+        return loop.batch_progress.is_last_batch
+
+    @property
+    def _trainer(self) -> "pl.Trainer":
+        if self.lightning_module is None:
+            raise RuntimeError("the strategy is not connected to a LightningModule")
+        return self.lightning_module.trainer
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.engine is None or not self.engine.units or self.engine.closed:
+            return super().lightning_module_state_dict()
+        module = self.lightning_module
+        try:
+            state = module.state_dict(keep_vars=True)  # type: ignore[union-attr]
+        except TypeError:  # an override with a narrower signature
+            state = module.state_dict()  # type: ignore[union-attr]
+        return self.engine.whole_state_dict(state, keep=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        engine = self._optimizer_engine
+        if engine is None or engine.binding(optimizer) is None:
+            return super().optimizer_state(optimizer)
+        with engine.keeping_state(self.is_global_zero):
+            return optimizer.state_dict()
+
+    # -- the user's side ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def full_parameters(self, module: nn.Module | None = None, write_back: bool = False) -> Iterator[None]:
+        """Whole plain parameters of ``module`` (default: the LightningModule) for a block of code, on all ranks.
+
+        Edits made in the block are kept only with ``write_back=True`` (stages 1 and 2 keep whole parameters, so there
+        edits are always kept). Must be entered on all ranks.
+        """
+        target = module if module is not None else self.lightning_module
+        if self.engine is None or target is None or self.engine.closed:
+            yield
+            return
+        with self.engine.full_parameters(target, write_back):
+            yield
+
+    def memory_stats(self) -> dict[str, Any]:
+        """Model-state bytes on this rank: ``{"now": {kind: bytes}, "peak": {kind: bytes}}``.
+
+        Kinds: ``parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers`` (unsharded flat buffers of units).
+        """
+        engine = self.engine or self._optimizer_engine
+        if engine is not None:
+            return engine.memory_stats()
+        parameters = list(self.lightning_module.parameters()) if self.lightning_module is not None else []
+        held = {"parameters": sum(p.numel() * p.element_size() for p in parameters)}
+        return {"now": held, "peak": dict(held)}
+
+    def comm_stats(self) -> dict[str, dict[str, int]]:
+        """Calls and bytes by collective since set-up, for this rank: ``{name: {"calls": n, "bytes": n}}``."""
+        return {} if self._comm is None else self._comm.stats.as_dict()
+
+    # -- end ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._interrupted = True
+        if self.engine is not None:
+            self.engine.abandon()
+
+    @override
+    def teardown(self) -> None:
+        if self.engine is not None:
+            self._close_engine(self.engine)
+        super().teardown()
+
+    def _close_engine(self, engine: ZeroEngine) -> None:
+        if not self._interrupted:
+            engine.close()
+            return
+        try:
+            engine.close(_CLOSE_TIMEOUT_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            rank_zero_warn(
+                f"The module could not be made whole after the exception: its parameters stay sharded. {error}"
+            )
+
+    @override
+    def __getstate__(self) -> dict:
+        state = super().__getstate__()
+        # Groups and engines belong to one process; the launcher pickles the strategy before either exists.
+        return {**state, "engine": None, "_optimizer_engine": None, "_comm": None, "_comm_group": None, "_buffers": []}
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for stage in (1, 2, 3):
+            strategy_registry.register(
+                f"zero_{stage}", cls, description=f"ZeRO stage {stage} for unchanged LightningModules", stage=stage
+            )
+
+
+def _refuse_unfinished(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(
+                f"ZeroStrategy({name}={value!r}) is not implemented yet: leave {name} at its default."
+            )
+
+
+def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """Accept ``torch.bfloat16``, ``"bfloat16"`` and ``"torch.bfloat16"`` (YAML has strings only)."""
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    dtype = getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"reduce_dtype must be a torch dtype or its name such as 'bfloat16', got {value!r}")
+    return dtype
