@@ -1,6 +1,6 @@
 // The memory traffic of an Adam step with next to no arithmetic: the least time that any such step can take here.
 //
-// Same streams, same vectors, same stores and same threads as the kernels, whose sources it includes; compile with
+// Same streams, vectors, prefetches, stores and threads as the kernels, whose sources it includes; compile with
 // -march=native. `scale` is passed as zero at run time, so nothing changes and nothing can be optimised away.
 #if defined(__AVX512F__)
 #include "../lightning_zero/csrc/isa_avx512.cpp"
@@ -33,6 +33,10 @@ void roof(float* param, float* exp_avg, float* exp_avg_sq, const Grad* grad, Cop
         typename V::reg line[kLineLanes / V::width];
         for (int j = 0; j < kLineLanes / V::width; ++j) {
             const int64_t k = i + j * V::width;
+            __builtin_prefetch(grad + k + kStepPrefetch);
+            __builtin_prefetch(param + k + kStepPrefetch, 1);
+            __builtin_prefetch(exp_avg + k + kStepPrefetch, 1);
+            __builtin_prefetch(exp_avg_sq + k + kStepPrefetch, 1);
             const typename V::reg change = V::mul(V::load(grad + k), factor);
             V::store(exp_avg + k, V::add(V::load(exp_avg + k), change));
             V::store(exp_avg_sq + k, V::add(V::load(exp_avg_sq + k), change));
@@ -49,7 +53,7 @@ void roof(float* param, float* exp_avg, float* exp_avg_sq, const Grad* grad, Cop
 template <class Grad, class Copy>
 void threaded_roof(float* param, float* exp_avg, float* exp_avg_sq, const void* grad, void* copy, float scale, int64_t numel,
                    int num_threads) {
-    parallel_for(numel, num_threads, 1 << 16, 64, [&](int64_t begin, int64_t end) {
+    parallel_for(numel, num_threads, 1 << 17, 64, [&](int64_t begin, int64_t end) {
         roof<Widest>(param, exp_avg, exp_avg_sq, static_cast<const Grad*>(grad), static_cast<Copy*>(copy), scale, begin, end);
     });
 }

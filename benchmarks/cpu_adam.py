@@ -5,7 +5,8 @@
 Three workloads: the plain fp32 step; the cycle that offloading runs (bf16 gradients in, bf16 parameters out); and that
 cycle with clipping by norm. All competitors of a workload share one process and one set of buffers and take turns, the
 order rotating each round, so a noisy neighbour hits all of them. What counts is the ratio within a round: the table
-gives the median and quartiles of time / ours. `roof` moves the same bytes with next to no arithmetic.
+gives the median and quartiles of time / ours, and the median for CPU time. `busy` is CPU time / (threads x wall).
+`roof` moves the same bytes with next to no arithmetic.
 """
 
 import argparse
@@ -47,6 +48,8 @@ class Row:
     ratio: float
     """Median over rounds of its time / ours."""
     ratio_quartiles: tuple[float, float]
+    cpu_ratio: float
+    """The same of process CPU time: steadier where others use the cores, but counts threads that spin."""
     cpu_share: float
     """Process CPU time / (threads x wall); well under 1 in our row says that others had the cores."""
 
@@ -205,9 +208,11 @@ def measure(workload: str, numel: int, threads: int, rounds: int, roof: ctypes.C
         seconds = statistics.median(wall[name]) / repeats
         ratios = [theirs / ours for theirs, ours in zip(wall[name], wall[OURS])]
         low, middle, high = statistics.quantiles(ratios, n=4)
+        cpu_ratio = statistics.median(theirs / ours for theirs, ours in zip(cpu[name], cpu[OURS]))
         share = sum(cpu[name]) / (threads * sum(wall[name]))
         nanoseconds = seconds * 1e9 / numel
-        rows.append(Row(workload, numel, threads, name, nanoseconds, BYTES / nanoseconds, middle, (low, high), share))
+        gb_per_s = BYTES / nanoseconds
+        rows.append(Row(workload, numel, threads, name, nanoseconds, gb_per_s, middle, (low, high), cpu_ratio, share))
     return rows
 
 
@@ -234,13 +239,15 @@ def main() -> None:
         for millions in options.sizes:
             for threads in options.threads:
                 print(f"\n{workload}, {millions}M parameters, {threads} thread(s)")
-                print(f"  {'':24}{'ns/param':>9}{'GB/s':>7}{'time/ours':>11}{'quartiles':>14}{'cpu':>6}")
+                print(
+                    f"  {'':24}{'ns/param':>9}{'GB/s':>7}{'time/ours':>11}{'quartiles':>14}{'cpu/ours':>10}{'busy':>6}"
+                )
                 new = measure(workload, millions << 20, threads, options.rounds, roof, options.all)
                 for row in new:
                     low, high = row.ratio_quartiles
                     print(
                         f"  {row.name:24}{row.ns_per_param:9.3f}{row.gb_per_s:7.1f}{row.ratio:11.2f}"
-                        f"{low:8.2f}-{high:.2f}{row.cpu_share:7.2f}",
+                        f"{low:9.2f}-{high:.2f}{row.cpu_ratio:10.2f}{row.cpu_share:6.2f}",
                         flush=True,
                     )
                 rows += new

@@ -2,8 +2,10 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero.callbacks import MemoryMonitor
+from lightning_zero.estimate import estimate_memory
 from lightning_zero.strategy import ZeroStrategy
 
 ZeroStrategy.register_strategies(StrategyRegistry)
 
-__all__ = ["ZeroStrategy"]
+__all__ = ["ZeroStrategy", "MemoryMonitor", "estimate_memory"]

@@ -1,10 +1,13 @@
 """Settings as frozen dataclasses: validation only."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+# Measured on the GPT of benchmarks/step_time.py; smaller models get proportionally smaller units.
+DEFAULT_UNIT_SIZE_MB = 32.0
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,29 @@ RESIDENCE = {
 
 
 @dataclass(frozen=True)
+class ParameterDtypes:
+    """The dtype contract for parameters (docs/precision.md)."""
+
+    compute: Mapping[int, torch.dtype] = field(default_factory=dict)
+    """By ``id`` of the parameter: the dtype that steps compute with, where it is not the parameter's own."""
+    shows_main: bool = False
+    """Outside of a step a parameter has its own dtype and shows its master weights (mixed precision)."""
+
+    def compute_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
+        return self.compute.get(id(parameter), parameter.dtype)
+
+    def master_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype | None:
+        """dtype of the master weights; None where the parameter is its own master. 16-bit weights need one to be
+        trained; a frozen parameter needs one only to come out as it went in."""
+        compute = self.compute_dtype(parameter)
+        if not compute.is_floating_point or compute.itemsize >= 4:
+            return None
+        if parameter.requires_grad or (self.shows_main and parameter.dtype != compute):
+            return torch.promote_types(parameter.dtype, torch.float32)
+        return None
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """What the engine needs to know."""
 
@@ -40,8 +66,10 @@ class EngineConfig:
     """dtype of gradients on the wire; ``None`` is the parameters' own."""
     read_timeout: float = 30.0
     """Seconds to wait for the other ranks when a sharded tensor is read outside the step."""
-    master_dtype: Callable[[torch.dtype], torch.dtype | None] = lambda dtype: None
-    """dtype of the master weights for a parameter dtype; ``None`` where the parameter is its own master."""
+    dtypes: ParameterDtypes = field(default_factory=ParameterDtypes)
+    """Which parameters are computed with in another dtype than their own."""
+    wide_sums: bool = False
+    """Keep reduced 16-bit gradients in fp32: micro-batches are summed, or the sums are scaled before the update."""
 
     def __post_init__(self) -> None:
         if self.stage not in RESIDENCE:

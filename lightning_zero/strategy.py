@@ -1,7 +1,8 @@
 """ZeroStrategy: Lightning's hooks, each a line or two into the engine."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -11,9 +12,10 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -21,14 +23,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero import precision
 from lightning_zero.comm import Comm
-from lightning_zero.config import EngineConfig
+from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, EngineConfig
 from lightning_zero.partition.engine import ZeroEngine
+from lightning_zero.precision import ZeroPrecision, translate
 
-# Measured on the GPT of benchmarks/step_time.py; smaller models get proportionally smaller units.
-DEFAULT_UNIT_SIZE_MB = 32.0
 _CLOSE_TIMEOUT_SECONDS = 10.0
+CHECKPOINT_KEY = "lightning_zero"
+"""Where a checkpoint holds what plain Lightning has no place for."""
 
 
 class ZeroStrategy(DDPStrategy):
@@ -124,13 +126,16 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
+    def precision_plugin(self) -> ZeroPrecision:
+        if self._precision_plugin is None:
+            self._precision_plugin = translate(Precision())
+        return self._precision_plugin  # type: ignore[return-value]
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision.translate(Precision() if precision_plugin is None else precision_plugin)
+        """Lightning hands in its stock plugin for ``Trainer(precision=...)``."""
+        self._precision_plugin = None if precision_plugin is None else translate(precision_plugin)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -140,7 +145,8 @@ class ZeroStrategy(DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
+        if not (self._shards(fitting) and isinstance(self.precision_plugin, HalfPrecision)):
+            self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._interrupted = False
         comm = self._make_comm()
@@ -162,22 +168,38 @@ class ZeroStrategy(DDPStrategy):
             self._comm_group = group
         return self._comm
 
+    def _shards(self, fitting: bool) -> bool:
+        """Evaluation alone shards nothing at stages 1 and 2: there is no optimizer state and there are no gradients."""
+        return fitting or self.config.stage == 3
+
     def _setup_engine(self, comm: Comm, fitting: bool) -> None:
-        module = self.lightning_module
+        module, plugin = self.lightning_module, self.precision_plugin
         if module is None:
             raise RuntimeError("ZeroStrategy.setup was called without a LightningModule")
-        # Evaluation alone shards nothing at stages 1 and 2: there is no optimizer state and there are no gradients.
         self.engine = None
-        if fitting or self.config.stage == 3:
-            self.engine = ZeroEngine(
-                module, comm, self.config, self.optimizers if fitting else [], not module.automatic_optimization
-            )
+        if self._shards(fitting):
+            config = replace(self.config, dtypes=plugin.parameter_dtypes(module), wide_sums=self._wide_sums(module))
+            plugin.convert_buffers(module)
+            optimizers = self.optimizers if fitting else []
+            self.engine = ZeroEngine(module, comm, config, optimizers, not module.automatic_optimization)
+            if not self.engine.units:
+                self.model = plugin.convert_module(module)
         if fitting:
             self._optimizer_engine = self.engine
-        if isinstance(self.precision_plugin, precision.ShardedGradientsMixin):
-            self.precision_plugin.engine = self.engine
+        plugin.engine = self.engine
         self._buffers = [b for b in module.buffers() if b.numel()] if fitting and comm.world_size > 1 else []
         self._buffers_due = bool(self._buffers)
+
+    def _wide_sums(self, module: "pl.LightningModule") -> bool:
+        """Whether reduced 16-bit gradients are added to or scaled before the optimizer sees them."""
+        trainer = self._trainer
+        return (
+            not module.automatic_optimization
+            or trainer.accumulate_grad_batches > 1
+            or any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+            or bool(trainer.gradient_clip_val)
+            or self.precision_plugin.scaler is not None
+        )
 
     @override
     def configure_ddp(self) -> None:
@@ -292,14 +314,16 @@ class ZeroStrategy(DDPStrategy):
         return most != least or known < 0
 
     def _is_last_evaluation_batch(self) -> bool:
-        loop = {
-            RunningStage.VALIDATING: self._trainer.validate_loop,
+        loops: dict[Any, Any] = {
             RunningStage.TESTING: self._trainer.test_loop,
             RunningStage.PREDICTING: self._trainer.predict_loop,
-        }.get(self._trainer.state.stage)  # type: ignore[arg-type]
-        if self._trainer.state.fn == TrainerFn.FITTING or loop is None:
-            loop = self._trainer.fit_loop.epoch_loop.val_loop
-        return loop.batch_progress.is_last_batch
+        }
+        validation = (
+            self._trainer.fit_loop.epoch_loop.val_loop
+            if self._trainer.state.fn == TrainerFn.FITTING
+            else self._trainer.validate_loop
+        )
+        return loops.get(self._trainer.state.stage, validation).batch_progress.is_last_batch
 
     @property
     def _trainer(self) -> "pl.Trainer":
@@ -330,6 +354,22 @@ class ZeroStrategy(DDPStrategy):
         with engine.keeping_state(self.is_global_zero):
             return optimizer.state_dict()
 
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        engine = self._optimizer_engine
+        if engine is not None and "optimizer_states" in checkpoint:
+            # Half precision: the file's weights are 16-bit, training goes on from the masters beside them.
+            masters = engine.masters(keep=self.is_global_zero)
+            if masters:
+                checkpoint = {**checkpoint, CHECKPOINT_KEY: {"masters": masters}}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self.engine is not None:
+            self.engine.load_masters(checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {}))
+
     # -- the user's side ---------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -347,16 +387,17 @@ class ZeroStrategy(DDPStrategy):
             yield
 
     def memory_stats(self) -> dict[str, Any]:
-        """Model-state bytes on this rank: ``{"now": {kind: bytes}, "peak": {kind: bytes}}``.
+        """Model-state bytes on this rank: ``{"now": {kind: bytes}, "peak": {kind: bytes}, "peak_total": bytes}``.
 
         Kinds: ``parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers`` (unsharded flat buffers of units).
+        The kinds have their peaks at different times, ``peak_total`` is the most that all of them took at once.
         """
         engine = self.engine or self._optimizer_engine
         if engine is not None:
             return engine.memory_stats()
         parameters = list(self.lightning_module.parameters()) if self.lightning_module is not None else []
         held = {"parameters": sum(p.numel() * p.element_size() for p in parameters)}
-        return {"now": held, "peak": dict(held)}
+        return {"now": held, "peak": dict(held), "peak_total": held["parameters"]}
 
     def comm_stats(self) -> dict[str, dict[str, int]]:
         """Calls and bytes by collective since set-up, for this rank: ``{name: {"calls": n, "bytes": n}}``."""

@@ -3,7 +3,11 @@
 
 constexpr int kSumLanes = 16;  // at least the widest vector; a multiple of every width
 constexpr int kLineLanes = 32;  // 16-bit elements in a cache line
-constexpr int kPrefetch = 512;  // elements ahead; the divisions fill the window in which loads would otherwise run ahead
+
+// Elements ahead. Arithmetic fills the window in which loads would otherwise run ahead; measured from memory, prefetching
+// takes a tenth off the step and, for 16-bit gradients, half off the sum.
+constexpr int kStepPrefetch = 512;
+constexpr int kSumPrefetch = 2048;
 
 template <class V>
 struct AdamRegisters {
@@ -36,10 +40,10 @@ inline __attribute__((always_inline)) typename V::reg adam_vector(
     const AdamRegisters<V>& k, bool lerp_from_exp_avg, const AdamPointers<Grad, Copy>& x, int64_t i) {
     using reg = typename V::reg;
     if (V::width > 1) {
-        __builtin_prefetch(x.grad + i + kPrefetch);
-        __builtin_prefetch(x.param + i + kPrefetch, 1);
-        __builtin_prefetch(x.exp_avg + i + kPrefetch, 1);
-        __builtin_prefetch(x.exp_avg_sq + i + kPrefetch, 1);
+        __builtin_prefetch(x.grad + i + kStepPrefetch);
+        __builtin_prefetch(x.param + i + kStepPrefetch, 1);
+        __builtin_prefetch(x.exp_avg + i + kStepPrefetch, 1);
+        __builtin_prefetch(x.exp_avg_sq + i + kStepPrefetch, 1);
     }
     reg grad = V::mul(V::load(x.grad + i), k.grad_scale);
     reg param = V::load(x.param + i);
@@ -144,6 +148,7 @@ double sum_of_squares_range(const Grad* grad, int64_t begin, int64_t end) {
     for (int j = 0; j < kVectors; ++j) sums[j] = V::acc_load(lanes + j * V::width);
     int64_t i = begin;
     for (; i + kSumLanes <= end; i += kSumLanes) {
+        __builtin_prefetch(grad + i + kSumPrefetch);
         for (int j = 0; j < kVectors; ++j) V::acc_add_square(&sums[j], V::load(grad + i + j * V::width));
     }
     for (int j = 0; j < kVectors; ++j) V::acc_store(lanes + j * V::width, sums[j]);

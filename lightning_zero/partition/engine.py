@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.comm import Comm, fingerprint
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition import clipping, handle, hooks
-from lightning_zero.partition.gradients import GradientSync, UnitGradients
-from lightning_zero.partition.grouping import group_parameters
+from lightning_zero.partition.gradients import GradientDtypes, GradientSync, UnitGradients
+from lightning_zero.partition.grouping import check_modules, group_parameters
 from lightning_zero.partition.memory import BufferPool, Ledger
-from lightning_zero.partition.optimizer import OptimizerBinding, check_supported
+from lightning_zero.partition.optimizer import OptimizerBinding, check_supported, state_bytes
 from lightning_zero.partition.schedule import Schedule
-from lightning_zero.partition.unit import ShardedBuffer, State, Unit
+from lightning_zero.partition.unit import ShardedBuffer, State, Unit, in_memory_order
 
 ALWAYS_RELEASE_VARIABLE = "LIGHTNING_ZERO_ALWAYS_RELEASE"
 
@@ -59,9 +59,11 @@ class ZeroEngine:
         self._kind = ""
         self._keep_state = True
         self.closed = False
-        optimizers = list(optimizers)
+        self.optimizers = optimizers = list(optimizers)
+        self._states_counted = 0
         for name, parameter in module.named_parameters():
             handle.check_shardable(name, parameter)
+        check_modules(module, config.residence.whole_parameters)
         for optimizer in optimizers:
             check_supported(optimizer, self._names)
         if comm.world_size > 1 or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or self._needs_master():
@@ -82,22 +84,24 @@ class ZeroEngine:
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def _needs_master(self) -> bool:
-        return any(p.requires_grad and self.config.master_dtype(p.dtype) for p in self.module.parameters())
+        return any(self.config.dtypes.master_dtype(p) for p in self.module.parameters())
 
     def _make_units(self) -> None:
-        whole = self.config.residence.whole_parameters
+        whole, dtypes = self.config.residence.whole_parameters, self.config.dtypes
         for group in group_parameters(self.module, self.config.unit_bytes, self.config.unit_policy):
-            alike: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+            alike: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
             for name, parameter in group.parameters:
-                alike.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
-            for (dtype, trainable), pairs in alike.items():
+                kind = (dtypes.compute_dtype(parameter), dtypes.master_dtype(parameter), parameter.requires_grad)
+                alike.setdefault(kind, []).append((name, parameter))
+            for (compute, master, _), pairs in alike.items():
                 if not sum(p.numel() for _, p in pairs):
                     continue  # nothing to shard in tensors without elements
                 unit = Unit(
                     len(self.units), group.name or "the module", group.modules, pairs, self._comm, self._pool, self.ledger,
-                    self._access, whole, self.config.master_dtype(dtype) if trainable else None,
+                    self._access, whole, compute, master, dtypes.shows_main,
                 )  # fmt: skip
                 self.units.append(unit)
+                self._handles += hooks.hook_readers(unit, group.readers, self)
                 for index, (_, parameter) in enumerate(pairs):
                     self._where[id(parameter)] = (unit, index)
 
@@ -105,13 +109,21 @@ class ZeroEngine:
         """Gradients for the units that have something to train."""
         for unit in self.units:
             if unit.index not in self._gradients and any(p.requires_grad for p in unit.tensors):
-                wire = self.config.reduce_dtype or unit.dtype
+                whole = self.config.residence.whole_gradients
                 gradients = UnitGradients(
-                    unit, self._comm, self._pool, self.ledger, self.config.residence.whole_gradients, wire, self._access
+                    unit, self._comm, self._pool, self.ledger, whole, self._gradient_dtypes(unit, whole), self._access
                 )
                 self._gradients[unit.index] = gradients
                 self._handles += hooks.hook_gradients(gradients, self, self._watch_backward)
         return GradientSync([self._gradients[i] for i in sorted(self._gradients)], self._comm)
+
+    def _gradient_dtypes(self, unit: Unit, whole: bool) -> GradientDtypes:
+        wire = self.config.reduce_dtype or unit.dtype
+        wide = unit.main.dtype if self.config.wide_sums or unit.dtype.itemsize >= 4 else wire
+        if self._comm.world_size == 1:
+            wire = wide  # nothing is sent
+        # Whole gradients also hold the sum over micro-batches that are not reduced one by one.
+        return GradientDtypes(local=wide if whole else unit.dtype, wire=wire, reduced=wide)
 
     def binding(self, optimizer: Optimizer) -> OptimizerBinding | None:
         """The binding of ``optimizer``; None if its parameters are not sharded."""
@@ -283,27 +295,35 @@ class ZeroEngine:
 
     def unshard(self, unit: Unit) -> None:
         """Make the unit's parameters plain; in a phase by the schedule, outside by agreement."""
-        buffer = unit.buffer
-        if buffer.state is State.UNSHARDED:
-            return
-        if buffer.is_whole:
-            buffer.unshard()
-        elif self._schedule.active:
+        if self._computes:
+            buffer = unit.buffer
+            if buffer.state is State.UNSHARDED:
+                return
+            if buffer.is_whole:
+                buffer.unshard()
+                return
             self._schedule.want(unit)
             unit.finished_modules.clear()
             unit.unsharded_in_backward = _in_backward()
-        else:
-            self._unshard_outside(unit, buffer, f"the parameters of {unit.name!r}")
+        elif unit.face.is_whole:
+            unit.face.unshard()
+        elif unit.face.state is not State.UNSHARDED:
+            self._unshard_outside(unit, unit.face, f"the parameters of {unit.name!r}")
+
+    @property
+    def _computes(self) -> bool:
+        """Whether this is inside a step (or between its forward and its backward)."""
+        return self._schedule.active or self._in_step
 
     def _access(self, buffer: ShardedBuffer, tensor: Tensor) -> None:
         """A handle is read."""
         located = self._where.get(id(tensor))
         if located is not None:
             unit, index = located
-            if buffer.is_whole or self._schedule.active:
+            if self._computes or unit.face.is_whole:
                 self.unshard(unit)
             else:
-                self._unshard_outside(unit, buffer, f"parameter {unit.names[index]!r}")
+                self._unshard_outside(unit, unit.face, f"parameter {unit.names[index]!r}")
             return
         for gradients in self._gradients.values():
             if gradients.buffer is buffer:
@@ -311,8 +331,8 @@ class ZeroEngine:
                 self._unshard_outside(gradients.unit, buffer, f"the gradient of {gradients.unit.names[index]!r}")
 
     def _unshard_outside(self, unit: Unit, buffer: ShardedBuffer, what: str) -> None:
-        for index, is_gradient in self._schedule.agree_outside(unit, buffer is not unit.buffer, what):
-            wanted = self._gradients[index].buffer if is_gradient else self.units[index].buffer
+        for index, is_gradient in self._schedule.agree_outside(unit, buffer is not unit.face, what):
+            wanted = self._gradients[index].buffer if is_gradient else self.units[index].face
             if wanted is buffer:
                 buffer.unshard()
                 self._outside[id(buffer)] = buffer
@@ -331,10 +351,13 @@ class ZeroEngine:
         unit.pending_backward = 0
 
     def _reshard_all(self) -> None:
-        if self._shards_parameters:
-            for unit in self.units:
-                if unit.buffer.state is State.UNSHARDED:
+        for unit in self.units:
+            if unit.buffer.state is State.UNSHARDED:
+                if not unit.buffer.is_whole:
                     self._reshard(unit)
+                elif unit.has_two_faces:
+                    unit.keep_edits()
+                    unit.buffer.hide()
 
     def settle(self) -> None:
         """Let what the user did outside of a step take effect: keep edits, reshard what was read."""
@@ -345,13 +368,12 @@ class ZeroEngine:
         outside, self._outside = self._outside, {}
         if not outside:
             return
-        if self._shards_parameters:
-            read = [u for u in self.units if id(u.buffer) in outside and u.buffer.state is State.UNSHARDED]
-            for unit in read:
-                unit.keep_edits()
-            self._check_same_edits(read)
-            for unit in read:
-                unit.buffer.reshard()
+        read = [u for u in self.units if id(u.face) in outside]
+        for unit in read:
+            unit.keep_outside_edits()
+        self._check_same_edits(read)
+        for unit in read:
+            unit.face.reshard()
         for gradients in self._gradients.values():
             if id(gradients.buffer) in outside:
                 gradients.settle()
@@ -395,8 +417,11 @@ class ZeroEngine:
             if unit.buffer.is_whole:
                 unit.buffer.detach()
                 unit.buffer.unshard_async()
-            elif unit.buffer.state is not State.SHARDED:
+            else:
                 unit.buffer.reshard()
+        # State comes with a parameter's first update, and does not grow from then on.
+        if sum(len(o.state) for o in self.optimizers) != self._states_counted:
+            self._count_optimizer_state()
 
     def gradient_shards(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The owned parts of the reduced gradients of ``parameters``; writing to them changes the gradients."""
@@ -422,6 +447,40 @@ class ZeroEngine:
         self.settle()
         clipping.clip_by_value(self.gradient_shards(parameters), clip_value)
 
+    def unscale(self, parameters: Iterable[nn.Parameter], inverse_scale: float) -> Tensor:
+        """Multiply the gradients of ``parameters``; returns 1.0 if any rank's were not finite, else 0.0 (0-dim)."""
+        self.complete()
+        self.settle()
+        found = torch.zeros((), device=self._comm.device)
+        shards = self.gradient_shards(parameters)
+        if shards:
+            scale = torch.full((), inverse_scale, device=self._comm.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(shards, found, scale)
+        return self._comm.all_reduce(found, "max")
+
+    def masters(self, keep: bool) -> dict[str, Tensor]:
+        """Whole master weights, by name, that the module's state dict does not show; empty unless ``keep``."""
+        whole: dict[str, Tensor] = {}
+        for unit in self.units:
+            if unit.master is not None and not unit.has_two_faces:
+                ranges = [unit.layout.local_range(i, self.rank).slice() for i in range(len(unit.tensors))]
+                pieces = {i: unit.master[local] for i, local in enumerate(ranges)}
+                tensors = self.full_from_shards(unit, pieces, unit.master.dtype)
+                if keep:
+                    whole.update((name, tensor.to("cpu", copy=True)) for name, tensor in zip(unit.names, tensors))
+        return whole
+
+    def load_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Take over saved master weights, wherever they round to the weights that the module has now."""
+        for unit in self.units:
+            for i, name in enumerate(unit.names):
+                if unit.master is not None and name in masters:
+                    local = unit.layout.local_range(i, self.rank).slice()
+                    saved = in_memory_order(masters[name], unit.layout.slots[i].stride).to(unit.master)
+                    saved = saved[unit.layout.tensor_range(i, self.rank).slice()]
+                    fits = saved.to(unit.dtype) == unit.buffer.shard[local]
+                    unit.master[local] = torch.where(fits, saved, unit.master[local])
+
     def full_from_shards(self, unit: Unit, pieces: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Whole tensors, in slot order, from the ranks' 1-D pieces (by slot) of something shaped like the parameters."""
         buffer = self._pool.take(unit.layout, dtype)
@@ -443,21 +502,17 @@ class ZeroEngine:
     def full_parameters(self, module: nn.Module, write_back: bool) -> Iterator[None]:
         """Whole plain parameters of ``module`` for a block of code; edits are kept only with ``write_back``."""
         self.settle()
-        units = [u for u in self.units if any(self._is_in(u, p) for p in module.parameters())]
+        inside = {id(p) for p in module.parameters()}
+        units = [u for u in self.units if not inside.isdisjoint(map(id, u.tensors))]
         for unit in units:
             self.unshard(unit)
         yield
         for unit in units:
-            if write_back or unit.buffer.is_whole:
-                continue
-            self._outside.pop(id(unit.buffer), None)
-            unit.buffer.reshard()
+            if not write_back and id(unit.face) in self._outside:
+                del self._outside[id(unit.face)]
+                unit.face.reshard()
         if write_back:
             self.settle()
-
-    def _is_in(self, unit: Unit, parameter: nn.Parameter) -> bool:
-        where = self._where.get(id(parameter))
-        return where is not None and where[0] is unit
 
     def whole_state_dict(self, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
         """Replace the parameters in ``state`` by whole copies in host memory, one unit at a time.
@@ -477,9 +532,9 @@ class ZeroEngine:
                     keys.setdefault(where[0].index, []).append((key, where[1]))
         for index, wanted in sorted(keys.items()):
             unit = self.units[index]
-            main = unit.main
-            pieces = {i: main[unit.layout.local_range(i, self.rank).slice()] for i in range(len(unit.tensors))}
-            tensors = self.full_from_shards(unit, pieces, main.dtype)
+            shard = unit.face.shard
+            pieces = {i: shard[unit.layout.local_range(i, self.rank).slice()] for i in range(len(unit.tensors))}
+            tensors = self.full_from_shards(unit, pieces, shard.dtype)
             if keep:
                 copies: dict[int, Tensor] = {}  # tied weights stay tied
                 for key, i in wanted:
@@ -489,15 +544,21 @@ class ZeroEngine:
         return whole
 
     def memory_stats(self) -> dict[str, Any]:
-        """Bytes on this rank by kind, now and at their peak."""
-        self.ledger.set("optimizer", sum(binding.state_bytes() for binding in self._bindings))
-        now, peak = dict(self.ledger.now), dict(self.ledger.peak)
+        """Bytes on this rank by kind, now and at their peak, and the peak of their sum.
+
+        Where nothing is sharded nobody keeps account: the peaks are then those of the calls made so far.
+        """
+        self._count_optimizer_state()
         if not self.units:
-            now["parameters"] = sum(p.numel() * p.element_size() for p in self.module.parameters())
-            now["gradients"] = sum(
-                p.grad.numel() * p.grad.element_size() for p in self.module.parameters() if p.grad is not None
-            )
-        return {"now": now, "peak": peak}
+            parameters = list(self.module.parameters())
+            self.ledger.set("parameters", sum(p.nbytes for p in parameters))
+            self.ledger.set("gradients", sum(p.grad.nbytes for p in parameters if p.grad is not None))
+        ledger = self.ledger
+        return {"now": dict(ledger.now), "peak": dict(ledger.peak), "peak_total": ledger.peak_total}
+
+    def _count_optimizer_state(self) -> None:
+        self._states_counted = sum(len(o.state) for o in self.optimizers)
+        self.ledger.set("optimizer", sum(state_bytes(o) for o in self.optimizers))
 
     @contextmanager
     def keeping_state(self, keep: bool) -> Iterator[None]:
@@ -532,8 +593,8 @@ class ZeroEngine:
         self.settle()
         self._sync.close()
         for unit in self.units:
-            unit.buffer.unshard()
-            unit.buffer.release()
+            unit.face.unshard()
+            unit.face.release()
         for removable in self._handles:
             removable.remove()
         self._pool.clear()

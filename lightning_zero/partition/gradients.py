@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +10,25 @@ from torch import Tensor, nn
 from lightning_zero.comm import Comm, Work
 from lightning_zero.partition import handle
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
-from lightning_zero.partition.unit import ShardedBuffer, State, Unit
+from lightning_zero.partition.unit import ShardedBuffer, State, Unit, in_memory_order, write_changes
 
 # Reductions under way before the next one waits for the oldest: bounds the flat buffers in use.
 _MAX_IN_FLIGHT = 2
 # How long that wait may last. Ranks that took different branches launch some reductions only when backward ends, so
 # waiting for good would be waiting for a rank that waits for us.
 _PATIENCE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class GradientDtypes:
+    """dtypes of one unit's gradients on their way."""
+
+    local: torch.dtype
+    """Of the local sum over the micro-batches that are not reduced one by one."""
+    wire: torch.dtype
+    """Of what is sent."""
+    reduced: torch.dtype
+    """Of the reduced sum that this rank keeps."""
 
 
 class UnitGradients:
@@ -26,7 +39,7 @@ class UnitGradients:
     """
 
     def __init__(
-        self, unit: Unit, comm: Comm, pool: BufferPool, ledger: Ledger, whole: bool, wire_dtype: torch.dtype,
+        self, unit: Unit, comm: Comm, pool: BufferPool, ledger: Ledger, whole: bool, dtypes: GradientDtypes,
         on_access: Callable[[ShardedBuffer, Tensor], None],
     ) -> None:  # fmt: skip
         self.unit = unit
@@ -42,29 +55,35 @@ class UnitGradients:
         """Parameters that this rank has had a gradient for since the last reduction."""
         self.launched = False
         self.work: Work | None = None
-        self.sum_dtype = torch.promote_types(unit.main.dtype, wire_dtype)
+        self.dtypes = dtypes
         self._comm, self._pool, self._ledger = comm, pool, ledger
-        self._wire_dtype = wire_dtype
         self._whole = whole
         self._flat: FlatViews | None = None
         self._home: FlatViews | None = None
         self._sent: FlatViews | None = None
         self._previous: Tensor | None = None
+        self._shown: dict[int, Tensor] = {}
+        """Local gradients in the parameters' dtype, where the local sum is wider."""
         device = unit.buffer.shard.device
         value = handle.placeholder(unit.dtype, device)
         self.handles = [torch.Tensor._make_subclass(torch.Tensor, value.expand(p.shape)) for p in unit.tensors]
-        self.shard = torch.empty(0, dtype=self.sum_dtype, device=device)
+        self.shard = torch.empty(0, dtype=self.dtypes.reduced, device=device)
         if whole:
-            self._flat = self._home = allocate(self.layout, wire_dtype, device)
+            self._flat = self._home = allocate(self.layout, dtypes.local, device)
             self._home.flat.zero_()
             ledger.add("gradients", self._home.nbytes)
         # A channel of its own: a gradient may be read while the unit's parameters are under way.
         self.buffer = ShardedBuffer(
             f"the gradients of {unit.name}", self.layout, list(self.handles), self.shard, comm, pool,
-            2 * unit.index + 1, on_access,
+            2 * unit.index + 1, on_access, unit.face.dtype,
         )  # fmt: skip
         self.buffer.state = State.UNSHARDED
         self.buffer.detach()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of the resident gradients."""
+        return (self.dtypes.local if self._whole else self.dtypes.reduced).itemsize
 
     @property
     def is_complete(self) -> bool:
@@ -84,8 +103,12 @@ class UnitGradients:
                 if grad is self.handles[i]:
                     kept |= bit
                     parameter.grad = None
+                elif grad is not None and grad is self._shown.get(i):
+                    write_changes(grad, self._flat.views[i])  # type: ignore[union-attr]
+                    parameter.grad = None
                 elif self._flat is None or grad is not self._flat.views[i]:
                     self.filled &= ~bit
+        self._shown.clear()
         self.settle()
         self.used = self.filled
         self.accumulated &= kept
@@ -99,10 +122,10 @@ class UnitGradients:
         """A gradient has arrived in ``parameter.grad``: move it to its place in the flat buffer."""
         bit = 1 << index
         if self._flat is None:
-            self._flat = self._pool.take(self.layout, self._wire_dtype)
+            self._flat = self._pool.take(self.layout, self.dtypes.local)
         with torch._C.DisableTorchFunctionSubclass():
             grad, view = parameter.grad, self._flat.views[index]
-            if grad is not view:
+            if grad is not None and grad is not view:
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
                 if self.filled & bit:
@@ -118,17 +141,27 @@ class UnitGradients:
         """After a backward without reduction: ``p.grad`` is the local sum, as it is under DDP's ``no_sync``."""
         for i, parameter in enumerate(self.unit.tensors):
             if self.filled >> i & 1 and self._flat is not None:
+                view = self._flat.views[i]
+                if view.dtype != self.unit.dtype:
+                    # Autograd insists on gradients of the parameter's own dtype.
+                    view = self._shown[i] = view.to(self.unit.dtype)
                 with torch._C.DisableTorchFunctionSubclass():
-                    parameter.grad = self._flat.views[i]
+                    parameter.grad = view
 
     def launch(self, scale: float) -> None:
         """Start reducing the flat buffer; parameters without a gradient here contribute zeros."""
-        flat = self._flat if self._flat is not None else self._pool.take(self.layout, self._wire_dtype)
+        flat = self._flat if self._flat is not None else self._pool.take(self.layout, self.dtypes.local)
         for i, view in enumerate(flat.views):
             if not self.filled >> i & 1:
                 view.zero_()
-        self.work = self._comm.reduce_scatter(flat.flat, scale, self.sum_dtype, self.unit.index)
-        self._sent, self._flat = flat, None
+        self._flat = None
+        if self.dtypes.wire != self.dtypes.local:
+            narrow = self._pool.take(self.layout, self.dtypes.wire)
+            narrow.flat.copy_(flat.flat)
+            self._give_back(flat)
+            flat = narrow
+        self.work = self._comm.reduce_scatter(flat.flat, scale, self.dtypes.reduced, self.unit.index)
+        self._sent = flat
         self.filled = 0
         self.launched = True
 
@@ -145,14 +178,11 @@ class UnitGradients:
                     previous[self.layout.local_range(i, self._comm.rank).slice()].zero_()
             reduced = previous.add_(reduced)
             self._previous = None
-        if self._sent is not self._home:
-            self._pool.give(self.layout, self._sent)
+        self._give_back(self._sent)
         self._sent = None
-        if self._home is not None:
-            self._flat = self._flat or self._home
-            if reduced.dtype == self._home.flat.dtype:
-                own = self.buffer.own_slice(self._home.flat)
-                reduced = own.copy_(reduced)
+        if self._home is not None and not self.filled and reduced.dtype == self._home.flat.dtype:
+            own = self.buffer.own_slice(self._home.flat)
+            reduced = own.copy_(reduced)
         self._set_shard(reduced)
         # Late gradients of the same backward are added to what has just come.
         self.accumulated = (1 << len(self.unit.tensors)) - 1
@@ -180,9 +210,7 @@ class UnitGradients:
         if grad is self.handles[index]:
             return self.shard[self.layout.local_range(index, self._comm.rank).slice()]
         # The user's own tensor: take the owned elements in memory order.
-        slot = self.layout.slots[index]
-        flat = torch.empty_strided(slot.shape, slot.stride, dtype=self.sum_dtype, device=grad.device).copy_(grad)
-        flat = flat.as_strided((flat.numel(),), (1,))
+        flat = in_memory_order(grad.to(self.dtypes.reduced), self.layout.slots[index].stride)
         return flat[self.layout.tensor_range(index, self._comm.rank).slice()]
 
     def close(self) -> None:
@@ -199,9 +227,15 @@ class UnitGradients:
             self._ledger.add("gradients", -self._home.nbytes)
         self._flat = self._home = self._sent = self.work = None
 
+    def _give_back(self, flat: FlatViews) -> None:
+        if flat is not self._home:
+            self._pool.give(self.layout, flat)
+        elif self._flat is None:
+            self._flat = flat
+
     def _set_shard(self, shard: Tensor | None) -> None:
         if shard is None:
-            shard = torch.empty(0, dtype=self.sum_dtype, device=self.shard.device)
+            shard = torch.empty(0, dtype=self.dtypes.reduced, device=self.shard.device)
         if not self._whole:
             self._ledger.add("gradients", (shard.numel() - self.shard.numel()) * shard.element_size())
         self.shard = self.buffer.shard = shard
@@ -251,12 +285,12 @@ class GradientSync:
         """Per unit, the parameters that this rank has a gradient for."""
         return tuple(g.used for g in self._gradients)
 
-    def late(self) -> tuple[bool, ...]:
+    def late(self) -> tuple[int, ...]:
         """Per unit, whether gradients came after it had been sent (a parameter inside and outside a reentrant
         recompute)."""
-        return tuple(g.launched and g.filled != 0 for g in self._gradients)
+        return tuple(g.filled if g.launched else 0 for g in self._gradients)
 
-    def flush(self, used: Sequence[int], late: Sequence[bool]) -> None:
+    def flush(self, used: Sequence[int], late: Sequence[int]) -> None:
         """Reduce what is missing. ``used`` and ``late`` hold for any rank and are equal on all."""
         for index in self._order:
             gradients = self._gradients[index]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 UnitPolicy = Callable[..., bool]
@@ -21,12 +22,13 @@ class Group:
     """Parameters that are unsharded together.
 
     ``modules`` are the modules whose forward brackets the use of the parameters; it is empty for bare parameters,
-    which are unsharded on access.
+    which are unsharded on access. ``readers`` are modules that look at the parameters before they call ``modules``.
     """
 
     name: str
     modules: list[nn.Module]
     parameters: list[tuple[str, nn.Parameter]]
+    readers: list[nn.Module] = field(default_factory=list)
 
 
 @dataclass
@@ -57,11 +59,42 @@ def group_parameters(
     """
     tree = _build_tree(root)
     if policy is None:
-        cap = min(unit_bytes, max(tree.nbytes // _MIN_UNITS, _SMALLEST_UNIT_BYTES))
-        groups = _walk(tree, cap)
+        groups = _walk(tree, largest_automatic_unit(tree.nbytes, unit_bytes))
     else:
         groups = _walk_policy(tree, _as_predicate(policy))
+    _find_readers(root, groups)
     return [g for g in groups if g.parameters]
+
+
+def _find_readers(root: nn.Module, groups: list[Group]) -> None:
+    """Modules that choose between a fused kernel and a slower path by a look at parameters of their children."""
+    for module in root.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            read = {id(p) for layer in list(module.layers)[:1] for p in layer.parameters()}
+        elif isinstance(module, _INDIVISIBLE):
+            read = {id(p) for p in module.parameters()}
+        else:
+            continue
+        for group in groups:
+            if module not in group.modules and any(id(p) in read for _, p in group.parameters):
+                group.readers.append(module)
+
+
+def largest_automatic_unit(total_bytes: int, unit_bytes: int) -> int:
+    """Upper bound of an automatic unit, in bytes, for a model of ``total_bytes``."""
+    return min(unit_bytes, max(total_bytes // _MIN_UNITS, _SMALLEST_UNIT_BYTES))
+
+
+def check_modules(root: nn.Module, whole_parameters: bool) -> None:
+    """Refuse modules that read parameters where no hook and no handle can notice, by name."""
+    for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(
+            p.requires_grad or not whole_parameters for p in module.parameters()
+        ):
+            raise ValueError(
+                f"Module {name!r} is a TorchScript module: it runs in C++, where nothing notices that a parameter is still"
+                " to come from the other ranks. Use the Python module, or freeze it and use stage 1 or 2."
+            )
 
 
 def _build_tree(root: nn.Module) -> _Node:
@@ -151,8 +184,10 @@ def _as_predicate(policy: UnitPolicy | Iterable[type]) -> Callable[[nn.Module, i
 
 
 def _is_called(node: _Node) -> bool:
-    """Whether the module's own ``forward`` brackets its parameters' use: containers are never called, and of the
-    root only its steps are."""
+    """Whether the module's own ``forward`` brackets its parameters' use: containers are never called, of the root only
+    its steps are, and TorchScript modules take no hooks."""
+    if isinstance(node.module, torch.jit.ScriptModule):
+        return False
     return bool(node.path) and type(node.module).forward is not nn.Module.forward
 
 

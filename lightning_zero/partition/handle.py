@@ -10,16 +10,22 @@ An unsharded tensor has its own class and its own data, so the hot path pays not
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.partition.layout import row_major_stride
-
 
 class Owner(Protocol):
     """Whoever can bring a handle's bytes back."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the tensor's dtype is for its user."""
+
+    def stride(self, tensor: Tensor) -> tuple[int, ...]:
+        """The strides that ``tensor`` has when its bytes are here."""
 
     def access(self, tensor: Tensor) -> None:
         """Make ``tensor`` plain, or raise."""
@@ -56,21 +62,32 @@ _METADATA = _metadata_functions()
 
 
 def _is_contiguous(tensor: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-    return torch.empty(tensor.shape, device="meta").is_contiguous(memory_format=memory_format)
+    like = torch.empty_strided(tensor.shape, _owner(tensor).stride(tensor), device="meta")
+    return like.is_contiguous(memory_format=memory_format)
 
 
 def _stride(tensor: Tensor, dim: int | None = None) -> Any:
-    stride = row_major_stride(tuple(tensor.shape))
+    stride = _owner(tensor).stride(tensor)
     return stride if dim is None else stride[dim]
 
 
 # The placeholder's own strides are zero. Answer for the logical tensor instead.
-_LOGICAL: dict[Callable, Callable] = {Tensor.is_contiguous: _is_contiguous, Tensor.stride: _stride}
+_LOGICAL: dict[Any, Callable] = {Tensor.is_contiguous: _is_contiguous, Tensor.stride: _stride}
+
+
+def _dtype(tensor: Tensor) -> torch.dtype:
+    return _owner(tensor).dtype
+
+
+# Nor is its dtype always the one that the user sees: see Unit's two faces.
+_LOGICAL[Tensor.dtype.__get__] = _dtype
+_LOGICAL[Tensor.element_size] = _LOGICAL[Tensor.itemsize.__get__] = lambda tensor: _dtype(tensor).itemsize
+_LOGICAL[Tensor.nbytes.__get__] = lambda tensor: tensor.numel() * _dtype(tensor).itemsize
 
 
 def _handles(values: Any) -> Iterator[Tensor]:
     for value in values:
-        if isinstance(value, (ShardedParameter, ShardedTensor)):
+        if isinstance(value, Sharded):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _handles(value)
@@ -80,51 +97,57 @@ def _handles(values: Any) -> Iterator[Tensor]:
 
 def _torch_function(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
     kwargs = kwargs or {}
+    if func in _LOGICAL:
+        return _LOGICAL[func](*args, **kwargs)
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if func in _LOGICAL:
-        return _LOGICAL[func](*args, **kwargs)
     for handle in list(_handles((args, kwargs))):
         materialize(handle)
     return func(*args, **kwargs)
 
 
-class ShardedTensor(Tensor):
-    """Class of a tensor (a gradient) while its bytes are away. See [Note: sharded handles]."""
+class Sharded:
+    """What a tensor's class gains while its bytes are away. See [Note: sharded handles]."""
 
-    __torch_function__ = classmethod(_torch_function)
-
-
-class ShardedParameter(nn.Parameter):
-    """Class of a parameter while its bytes are away. See [Note: sharded handles]."""
-
-    __torch_function__ = classmethod(_torch_function)
+    __slots__ = ()
+    __torch_function__: Any = classmethod(_torch_function)
 
     # nn.Parameter implements these in Python without consulting __torch_function__.
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+    def __deepcopy__(self: Any, memo: dict) -> Any:
         materialize(self)
         return self.__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
         materialize(self)
         return self.__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"ShardedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+    def __repr__(self: Any) -> str:
+        name = type(self).__name__
+        return f"{name}(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+
+@cache
+def sharded_class(cls: type[Tensor]) -> type[Tensor]:
+    """The class of a tensor of class ``cls`` while its bytes are away: a subclass, so that it still is one."""
+    return type(cls)(f"Sharded{cls.__name__}", (Sharded, cls), {"__module__": __name__})
 
 
 def materialize(handle: Tensor) -> None:
     """Bring the bytes of ``handle`` back; it is a plain tensor afterwards."""
-    reference = _owners.get(id(handle))
-    owner = reference() if reference is not None else None
+    owner = _owner(handle)
+    owner.access(handle)
+    if isinstance(handle, Sharded):
+        raise AssertionError(f"{owner} did not unshard a tensor of shape {tuple(handle.shape)}")
+
+
+def _owner(handle: Tensor) -> Owner:
+    owner = owner_of(handle)
     if owner is None:
         raise RuntimeError(
             f"A sharded tensor of shape {tuple(handle.shape)} was read after the engine that owns its bytes was closed."
         )
-    owner.access(handle)
-    if isinstance(handle, (ShardedParameter, ShardedTensor)):
-        raise AssertionError(f"{owner} did not unshard a tensor of shape {tuple(handle.shape)}")
+    return owner
 
 
 def adopt(tensor: Tensor, owner: Owner) -> None:

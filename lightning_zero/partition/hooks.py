@@ -75,6 +75,15 @@ def hook_modules(unit: Unit, listener: Listener) -> list[RemovableHandle]:
     return handles
 
 
+def hook_readers(unit: Unit, readers: list[nn.Module], listener: Listener) -> list[RemovableHandle]:
+    """Unshard before modules that look at the parameters without being the ones that use them."""
+
+    def pre(module: nn.Module, args: Any) -> None:
+        listener.pre_forward(unit)
+
+    return [module.register_forward_pre_hook(_ModuleHook(module, pre), prepend=True) for module in readers]
+
+
 def _watch_inputs(unit: Unit, listener: Listener, args: Any, kwargs: Any) -> None:
     """Frozen parameters get no gradients to tell that their backward is done; the gradients of the inputs do.
 

@@ -126,6 +126,25 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Para
     return probe
 
 
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the optimizer's state on this rank."""
+    return sum(
+        v.numel() * v.element_size()
+        for state in optimizer.state.values() if isinstance(state, dict)
+        for v in state.values() if isinstance(v, Tensor)
+    )  # fmt: skip
+
+
+def states_per_element(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """How many numbers of state the optimizer keeps for an element of this group: 2 for Adam. A trial step tells."""
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    parameter = nn.Parameter(torch.zeros(8, device=device))
+    probe = _probe(optimizer, group, [parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    probe.step()
+    return sum(_is_moment(v, parameter.shape) for v in probe.state.get(parameter, {}).values())
+
+
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -161,14 +180,6 @@ class OptimizerBinding:
         """Leave an update that raised half-way."""
         if self._originals is not None:
             self._restore()
-
-    def state_bytes(self) -> int:
-        """Bytes of element-wise state on this rank."""
-        return sum(
-            v.numel() * v.element_size()
-            for state in self.optimizer.state.values() if isinstance(state, dict)
-            for v in state.values() if isinstance(v, Tensor)
-        )  # fmt: skip
 
     # -- the update --------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class ShardedBuffer:
         pool: BufferPool,
         channel: int,
         on_access: Callable[["ShardedBuffer", Tensor], None],
+        dtype: torch.dtype,
         whole: FlatViews | None = None,
     ) -> None:
         self.name = name
@@ -51,7 +52,8 @@ class ShardedBuffer:
         self._channel = channel
         self._on_access = on_access
         self._whole = whole is not None
-        self._dtype = tensors[0].dtype
+        self.dtype = dtype
+        self._resting_dtype = tensors[0].dtype
         self._device = shard.device
         self._classes = [type(t) for t in tensors]
         self._work: Work | None = None
@@ -68,6 +70,10 @@ class ShardedBuffer:
     def access(self, tensor: Tensor) -> None:
         """Called by a handle whose bytes are wanted."""
         self._on_access(self, tensor)
+
+    def stride(self, tensor: Tensor) -> tuple[int, ...]:
+        """The strides of one of the tensors when it is unsharded."""
+        return next(slot.stride for slot, own in zip(self.layout.slots, self.tensors, strict=True) if own is tensor)
 
     def unshard_async(self) -> None:
         """Start gathering the other ranks' shards."""
@@ -91,7 +97,7 @@ class ShardedBuffer:
             raise AssertionError(f"{self} has no bytes")
         for tensor, cls, view in zip(self.tensors, self._classes, self.buffer.views, strict=True):
             tensor.__class__ = cls
-            if not self._whole:
+            if not self._whole or tensor.data_ptr() != view.data_ptr():
                 tensor.data = view
         self.state = State.UNSHARDED
 
@@ -108,23 +114,28 @@ class ShardedBuffer:
 
     def detach(self) -> None:
         """Turn the tensors into handles, leaving the bytes alone."""
-        value = handle.placeholder(self._dtype, self._device)
+        value = handle.placeholder(self._resting_dtype, self._device)
         for tensor, cls in zip(self.tensors, self._classes, strict=True):
             if tensor.__class__ is cls:
                 if not self._whole:
                     tensor.data = value.expand(tensor.shape)
-                tensor.__class__ = handle.ShardedParameter if issubclass(cls, nn.Parameter) else handle.ShardedTensor
+                tensor.__class__ = handle.sharded_class(cls)
         self.state = State.SHARDED
+
+    def hide(self) -> None:
+        """Make the tensors of a whole buffer handles although their bytes are here and up to date."""
+        self.detach()
+        self._work = _Here()
+        self.state = State.GATHERING
 
     def serve(self) -> None:
         """Take part in a gather that only other ranks need."""
         if self.state is State.SHARDED:
             self.unshard_async()
-            self._wait()
             self.reshard()
             return
         # Unsharded here: the other ranks still want the own shard, what they send is known already.
-        scratch = self._pool.take(self.layout, self._dtype)
+        scratch = self._pool.take(self.layout, self.dtype)
         self._comm.all_gather(scratch.flat, self._shard_to_send(), self._channel).wait()
         self._pool.give(self.layout, scratch)
 
@@ -152,6 +163,8 @@ class ShardedBuffer:
         for tensor in self.tensors:
             tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
             handle.disown(tensor)
+        if not self._whole and self.buffer is not None:
+            self._pool.give(self.layout, self.buffer)
         self.buffer = None
 
     def _relink(self) -> bool:
@@ -170,17 +183,22 @@ class ShardedBuffer:
 
     def _launch(self) -> None:
         if self.buffer is None:
-            self.buffer = self._pool.take(self.layout, self._dtype)
+            self.buffer = self._pool.take(self.layout, self.dtype)
         self._work = self._comm.all_gather(self.buffer.flat, self._shard_to_send(), self._channel)
 
     def _shard_to_send(self) -> Tensor:
-        return self.shard if self.shard.dtype == self._dtype else self.shard.to(self._dtype)
+        return self.shard if self.shard.dtype == self.dtype else self.shard.to(self.dtype)
 
     def _wait(self) -> None:
         if self._work is None:
             raise AssertionError(f"{self} has no gather under way")
         self._work.wait()
         self._work = None
+
+
+class _Here:
+    def wait(self) -> None:
+        return None
 
 
 def write_changes(values: Tensor, shard: Tensor) -> bool:
@@ -201,7 +219,9 @@ def write_changes(values: Tensor, shard: Tensor) -> bool:
 class Unit:
     """Parameters of one dtype that share a flat buffer, with their fp32 master shard if they have one.
 
-    ``modules`` bracket the use of the parameters; ``names`` are FQNs in slot order.
+    ``modules`` bracket the use of the parameters; ``names`` are FQNs in slot order. ``buffer`` holds what steps compute
+    with. With ``shows_main`` users who look at a parameter outside of a step see its master weights, through a second
+    buffer over the same tensors; of the two at most one is unsharded.
     """
 
     def __init__(
@@ -215,7 +235,9 @@ class Unit:
         ledger: Ledger,
         on_access: Callable[[ShardedBuffer, Tensor], None],
         whole: bool,
+        compute_dtype: torch.dtype,
         master_dtype: torch.dtype | None,
+        shows_main: bool,
     ) -> None:
         self.index = index
         self.name = name
@@ -228,12 +250,12 @@ class Unit:
         self.names = [n for n, _ in named_parameters]
         self.tensors: list[nn.Parameter] = [p for _, p in named_parameters]
         first = self.tensors[0]
-        self.dtype = first.dtype
+        self.dtype = compute_dtype
         self.layout = build_layout(
             [tuple(p.shape) for p in self.tensors],
             [dense_stride(p) for p in self.tensors],
             comm.world_size,
-            first.element_size(),
+            compute_dtype.itemsize,
         )
         with torch.inference_mode(False), torch.no_grad():
             flat = allocate(self.layout, self.dtype, first.device)
@@ -243,20 +265,31 @@ class Unit:
             own = flat.flat.narrow(0, comm.rank * self.layout.shard_numel, self.layout.shard_numel)
             shard = own if whole else own.clone()
             self.master = None if master_dtype is None else shard.to(master_dtype, copy=True)
-            if whole:
-                for view, parameter in zip(flat.views, self.tensors, strict=True):
-                    parameter.data = view
+            if self.master is not None:
+                # From the parameters themselves: they may have more bits than the compute dtype.
+                for i, parameter in enumerate(self.tensors):
+                    flat_parameter = in_memory_order(parameter.data, self.layout.slots[i].stride)
+                    local = self.layout.local_range(i, comm.rank)
+                    self.master[local.slice()] = flat_parameter[self.layout.tensor_range(i, comm.rank).slice()]
+            for view, parameter in zip(flat.views, self.tensors, strict=True):
+                parameter.data = view
+        tensors: list[Tensor] = list(self.tensors)
         self.buffer = ShardedBuffer(
-            name, self.layout, list(self.tensors), shard, comm, pool, 2 * index, on_access, flat if whole else None
+            name, self.layout, tensors, shard, comm, pool, 2 * index, on_access, self.dtype, flat if whole else None
         )
+        self.face = self.buffer
+        if self.master is not None and shows_main:
+            self.face = ShardedBuffer(
+                name, self.layout, tensors, self.master, comm, pool, 2 * index, on_access, self.master.dtype
+            )
         ledger.add("parameters", flat.nbytes if whole else shard.numel() * shard.element_size())
         if self.master is not None:
             ledger.add("master", self.master.numel() * self.master.element_size())
-        if whole:
-            self.buffer.attach()
-        else:
-            self.buffer.state = State.UNSHARDED
+        self.buffer.state = State.UNSHARDED
+        if not whole:
             self.buffer.detach()
+        elif self.has_two_faces:
+            self.buffer.hide()
         self.shards = [self._shard_of(i, comm.rank) for i in range(len(self.tensors))]
 
     def __repr__(self) -> str:
@@ -275,22 +308,43 @@ class Unit:
         with torch.inference_mode(False):
             return nn.Parameter(self.main[local.slice()], requires_grad=self.main.is_floating_point())
 
+    @property
+    def has_two_faces(self) -> bool:
+        """Whether users see other bytes than steps compute with."""
+        return self.face is not self.buffer
+
     def publish(self) -> None:
         """After a step: the model weights' shard takes the master's new values."""
         if self.master is not None:
             self.buffer.shard.copy_(self.master)
 
     def checksum(self) -> int:
-        """A number that is the same on ranks whose unsharded parameters have the same bits."""
-        if self.buffer.buffer is None:
+        """A number that is the same on ranks that see the same bits in the unsharded parameters."""
+        if self.face.buffer is None:
             raise AssertionError(f"{self} has no bytes")
-        flat = self.buffer.buffer.flat
+        flat = self.face.buffer.flat
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
         return int(flat.view(integers).sum(dtype=torch.int64)) >> 1
 
-    def keep_edits(self) -> bool:
-        """Let user edits of the unsharded parameters reach the shard and, where they changed it, the master."""
+    def keep_edits(self) -> None:
+        """Let edits made inside a step reach the shard and, where they changed it, the master."""
         changed = self.buffer.keep_edits()
         if self.master is not None and (changed or self.buffer.is_whole):
-            changed = write_changes(self.buffer.shard, self.master) or changed
-        return changed
+            write_changes(self.buffer.shard, self.master)
+
+    def keep_outside_edits(self) -> None:
+        """Let edits made outside of a step, on all ranks, reach what steps compute with."""
+        if not self.has_two_faces:
+            self.keep_edits()
+        elif self.face.keep_edits() or self.buffer.is_whole:
+            if self.buffer.buffer is not None and self.face.buffer is not None:
+                self.buffer.buffer.flat.copy_(self.face.buffer.flat)
+            else:
+                self.publish()
+
+
+def in_memory_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The elements of ``tensor`` as a 1-D tensor in the order of the dense ``stride``; a view where it can be one."""
+    if tuple(tensor.stride()) != stride:
+        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,353 @@
+"""Bytes of model states on each rank, predicted: the formulas of the ZeRO paper (SC 20) and what this package adds.
+
+[Note: the formulas]
+Of P parameters on N ranks every rank holds parameters, gradients, master weights and optimizer state; what a stage
+shards counts as P / N. With Adam and 16-bit parameters that is 2 + 2 + 4 + 8 bytes per parameter, where the paper calls
+the 12 bytes of master weights and Adam state K. In 32-bit training the parameters are their own masters: 4 + 4 + 8.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, RESIDENCE
+from lightning_zero.partition.engine import ZeroEngine
+from lightning_zero.partition.grouping import group_parameters, largest_automatic_unit
+from lightning_zero.partition.layout import build_layout, row_major_stride
+from lightning_zero.partition.optimizer import states_per_element
+from lightning_zero.partition.unit import Unit
+
+KINDS = ("parameters", "gradients", "master", "optimizer")
+"""Model states, by the names under which ``ZeroStrategy.memory_stats`` counts them; ``buffers`` come on top."""
+
+# Flat buffers of gradients that units need at once: one is filled while two are on their way to their owners.
+_GRADIENT_BUFFERS = 3
+
+
+@dataclass(frozen=True)
+class ItemSizes:
+    """Bytes per element, by kind; ``optimizer`` is one state."""
+
+    parameters: int
+    gradients: int
+    master: int
+    optimizer: int
+
+
+SIZES = {
+    "32-true": ItemSizes(4, 4, 0, 4),
+    "64-true": ItemSizes(8, 8, 0, 8),
+    **dict.fromkeys(("bf16-mixed", "16-mixed", "bf16-true", "16-true"), ItemSizes(2, 2, 4, 4)),
+}
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """The parameters of one flat buffer."""
+
+    numel: int
+    padded_numel: int
+    sizes: ItemSizes
+    trainable: bool = True
+    held: bool = False
+    """Unsharded from its first use to the end of the step, because no module's forward brackets its use."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Predicted bytes on one rank, by kind; the rank that holds the most where ranks differ."""
+
+    stage: int
+    """0 is plain data parallelism."""
+    world_size: int
+    num_parameters: int
+    precision: str
+    formula: str
+    """Bytes of model states for P parameters, all of them trained, on N ranks."""
+    parameters: int
+    gradients: int
+    master: int
+    optimizer: int
+    buffers: int
+    """About the most that the flat buffers take in which units are unsharded and gradients collected."""
+    on_host: tuple[str, ...] = ()
+    """The kinds that rest in host memory."""
+
+    @property
+    def total(self) -> int:
+        """Model states without buffers, wherever they rest."""
+        return sum(getattr(self, kind) for kind in KINDS)
+
+    @property
+    def host(self) -> int:
+        """Model states in host memory."""
+        return sum(getattr(self, kind) for kind in self.on_host)
+
+    @property
+    def device(self) -> int:
+        """Model states on the device."""
+        return self.total - self.host
+
+    def __str__(self) -> str:
+        name = "plain data parallelism" if self.stage == 0 else f"ZeRO stage {self.stage}"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        count = short_count(self.num_parameters)
+        lines = [f"{name}, {ranks}, {count} parameters, {self.precision}: {self.formula} bytes"]
+        for kind in KINDS:
+            if getattr(self, kind):
+                where = "  (host)" if kind in self.on_host else ""
+                lines.append(f"  {kind:<15}{short_bytes(getattr(self, kind)):>10}{where}")
+        lines.append(f"  {'model states':<15}{short_bytes(self.total):>10}")
+        if self.on_host:
+            lines.append(f"  {'on the device':<15}{short_bytes(self.device):>10}")
+        if self.buffers:
+            lines.append(f"  {'buffers':<15}{short_bytes(self.buffers):>10}  at their peak")
+        return "\n".join(lines)
+
+
+def estimate_memory(
+    model_or_num_parameters: nn.Module | int | float,
+    world_size: int,
+    stage: int,
+    offload: bool = False,
+    precision: str = "32-true",
+    optimizer_multiplier: float = 2.0,
+    largest_unit: int | None = None,
+    unit_size_mb: float = DEFAULT_UNIT_SIZE_MB,
+    prefetch: int = 1,
+) -> MemoryEstimate:
+    """Predict the bytes of model states on one rank.
+
+    The table of the ZeRO paper, 7.5 billion parameters on 64 ranks with Adam (K = 12):
+
+    >>> for stage in range(4):
+    ...     it = estimate_memory(7.5e9, world_size=64, stage=stage, precision="16-mixed")
+    ...     print(f"{stage}  {it.formula:<11} {it.total / 1e9:5.1f} GB")
+    0  16P         120.0 GB
+    1  4P + 12P/N   31.4 GB
+    2  2P + 14P/N   16.6 GB
+    3  16P/N         1.9 GB
+
+    >>> print(estimate_memory(1.5e9, world_size=8, stage=2))
+    ZeRO stage 2, 8 ranks, 1.5B parameters, 32-true: 4P + 12P/N bytes
+      parameters        6.00 GB
+      gradients       750.00 MB
+      optimizer         1.50 GB
+      model states      8.25 GB
+      buffers         100.66 MB  at their peak
+
+    Args:
+        model_or_num_parameters: A module, which may be on the meta device, or how many parameters, all of them trained.
+            A module is cut into the units that training would make, so padding and frozen parameters are accounted for.
+        world_size: Ranks.
+        stage: 1, 2 or 3 as for ZeroStrategy; 0 is plain data parallelism.
+        offload: Keep gradient shards, master weights and optimizer state in host memory.
+        precision: As for the Trainer. With "mixed" all parameters are counted as if autocast used them in 16 bits.
+        optimizer_multiplier: Numbers of state per parameter: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
+        largest_unit: Parameters in the largest unit; None is what units are cut to.
+        unit_size_mb: As for ZeroStrategy.
+        prefetch: As for ZeroStrategy.
+    """
+    _check(world_size, stage, precision, optimizer_multiplier)
+    sizes = SIZES[precision]
+    unit_bytes = int(unit_size_mb * 2**20)
+    if isinstance(model_or_num_parameters, nn.Module):
+        parts = _parts_of_module(model_or_num_parameters, world_size if stage else 1, sizes, unit_bytes)
+    else:
+        parts = _parts_of_count(model_or_num_parameters, sizes, unit_bytes)
+    if offload:
+        if not stage:
+            raise ValueError(
+                "offload=True needs stage 1, 2 or 3: plain data parallelism keeps everything on the device"
+            )
+        # What the device computes with stays there; the master is a second copy, of fp32 parameters too.
+        sizes = ItemSizes(sizes.parameters, sizes.gradients, max(4, sizes.optimizer), sizes.optimizer)
+        parts = [FlatPart(p.numel, p.padded_numel, sizes, p.trainable, p.held) for p in parts]
+    if largest_unit is not None:
+        if largest_unit < 1:
+            raise ValueError(f"largest_unit must be at least 1 parameter, got {largest_unit}")
+        buffers = _buffers([FlatPart(largest_unit, largest_unit, sizes)], stage, prefetch)
+    else:
+        buffers = _buffers(parts, stage, prefetch)
+    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, offload)
+
+
+def estimate_engine(engine: ZeroEngine, world_size: int, precision: str, plain: bool = False) -> MemoryEstimate:
+    """Predict what ``engine`` will hold once training runs, from its own units and optimizers.
+
+    With ``plain`` the same parameters under plain data parallelism.
+    """
+    if not engine.units:
+        # At one rank there is nothing to shard.
+        return estimate_plain(engine.module, engine.optimizers, world_size, precision)
+    stage = 0 if plain else engine.config.stage
+    parts = [_part_of_unit(engine, unit) for unit in engine.units]
+    buffers = _buffers(parts, stage, engine.config.prefetch)
+    return _estimate(parts, world_size, stage, precision, optimizer_states(engine.optimizers), buffers)
+
+
+def estimate_plain(
+    module: nn.Module, optimizers: Sequence[Optimizer], world_size: int, precision: str
+) -> MemoryEstimate:
+    """Predict what plain data parallelism holds of ``module`` as it is."""
+    parts = []
+    for parameter in module.parameters():
+        size = parameter.element_size()
+        sizes = ItemSizes(size, size, 0, size)
+        parts.append(FlatPart(parameter.numel(), parameter.numel(), sizes, parameter.requires_grad))
+    return _estimate(parts, world_size, 0, precision, optimizer_states(optimizers), 0)
+
+
+def optimizer_states(optimizers: Sequence[Optimizer]) -> float:
+    """Numbers of state per trained parameter, on average over the parameters of ``optimizers``."""
+    states = trained = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            numel = sum(p.numel() for p in group["params"] if p.requires_grad)
+            trained += numel
+            if numel:
+                states += numel * states_per_element(optimizer, group)
+    return states / trained if trained else 0.0
+
+
+def short_bytes(count: float) -> str:
+    """A size with its decimal unit, as in the paper: 1 GB is 10^9 bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def short_count(count: float) -> str:
+    """A number of parameters with one of the letters that :func:`parse_count` reads."""
+    for letter in ("", "K", "M", "B"):
+        if abs(count) < 1000:
+            return f"{count:.4g}{letter}"
+        count /= 1000
+    return f"{count:.4g}T"
+
+
+def _check(world_size: int, stage: int, precision: str, optimizer_multiplier: float) -> None:
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}")
+    if stage != 0 and stage not in RESIDENCE:
+        raise ValueError(f"stage must be 0 (plain data parallelism), 1, 2 or 3, got {stage!r}")
+    if precision not in SIZES:
+        raise ValueError(f"precision must be one of {', '.join(SIZES)}, got {precision!r}")
+    if optimizer_multiplier < 0:
+        raise ValueError(f"optimizer_multiplier must not be negative, got {optimizer_multiplier}")
+
+
+def _parts_of_count(count: float, sizes: ItemSizes, unit_bytes: int) -> list[FlatPart]:
+    """Units as large as they get, without padding."""
+    numel = int(count)
+    if numel < 1:
+        raise ValueError(f"the number of parameters must be at least 1, got {count!r}")
+    largest = largest_automatic_unit(numel * sizes.parameters, unit_bytes) // sizes.parameters
+    cuts = [largest] * (numel // largest) + [numel % largest] * (numel % largest > 0)
+    return [FlatPart(cut, cut, sizes) for cut in cuts]
+
+
+def _parts_of_module(module: nn.Module, world_size: int, sizes: ItemSizes, unit_bytes: int) -> list[FlatPart]:
+    parts = []
+    for group in group_parameters(module, unit_bytes):
+        for trainable in (True, False):
+            shapes = [tuple(p.shape) for _, p in group.parameters if p.requires_grad is trainable]
+            if shapes:
+                strides = [row_major_stride(shape) for shape in shapes]
+                layout = build_layout(shapes, strides, world_size, sizes.parameters)
+                parts.append(FlatPart(layout.numel, layout.padded_numel, sizes, trainable, not group.modules))
+    if not parts:
+        raise ValueError(f"{type(module).__name__} has no parameters")
+    return parts
+
+
+def _part_of_unit(engine: ZeroEngine, unit: Unit) -> FlatPart:
+    located = engine.locate(unit.tensors[0])
+    gradients = None if located is None else located[1]
+    main = unit.main.element_size()
+    sizes = ItemSizes(
+        parameters=unit.dtype.itemsize,
+        gradients=0 if gradients is None else gradients.itemsize,
+        master=0 if unit.master is None else main,
+        optimizer=main,
+    )
+    return FlatPart(unit.layout.numel, unit.layout.padded_numel, sizes, gradients is not None, not unit.modules)
+
+
+def _buffers(parts: list[FlatPart], stage: int, prefetch: int) -> int:
+    """What units need at once: the one in use, those prefetched, and the gradients being collected and reduced."""
+    if stage < 2:
+        return 0
+    unsharded = 1 if stage == 3 else 0
+
+    def needed(part: FlatPart, ahead: int, gradients: int) -> int:
+        return part.padded_numel * part.sizes.parameters * (unsharded * (1 + ahead) + part.trainable * gradients)
+
+    held = sum(needed(part, 0, 1) for part in parts if part.held)
+    passing = [part for part in parts if not part.held]
+    most = max((needed(part, prefetch, _GRADIENT_BUFFERS) for part in passing), default=0)
+    # A small model has fewer units than could be under way.
+    return held + min(most, sum(needed(part, 0, 1) for part in passing))
+
+
+def _sharded_kinds(stage: int, offload: bool) -> set[str]:
+    if stage == 0:
+        return set()
+    # Offloaded gradients leave as soon as they are reduced, so at stage 1 too no more than a shard of them stays.
+    sharded = {
+        "parameters": not RESIDENCE[stage].whole_parameters,
+        "gradients": offload or not RESIDENCE[stage].whole_gradients,
+        "master": True,
+        "optimizer": True,
+    }
+    return {kind for kind in KINDS if sharded[kind]}
+
+
+def _bytes_per_parameter(sizes: ItemSizes, states: float) -> dict[str, float]:
+    return {
+        "parameters": sizes.parameters,
+        "gradients": sizes.gradients,
+        "master": sizes.master,
+        "optimizer": sizes.optimizer * states,
+    }
+
+
+def _formula(sizes: ItemSizes, states: float, sharded: set[str]) -> str:
+    sizes_by_kind = _bytes_per_parameter(sizes, states)
+    whole = sum(size for kind, size in sizes_by_kind.items() if kind not in sharded)
+    shard = sum(size for kind, size in sizes_by_kind.items() if kind in sharded)
+    terms = [f"{whole:g}P"] * (whole > 0) + [f"{shard:g}P/N"] * (shard > 0)
+    return " + ".join(terms)
+
+
+def _estimate(
+    parts: list[FlatPart],
+    world_size: int,
+    stage: int,
+    precision: str,
+    states: float,
+    buffers: int,
+    offload: bool = False,
+) -> MemoryEstimate:
+    sharded = _sharded_kinds(stage, offload)
+    held = dict.fromkeys(KINDS, 0.0)
+    for part in parts:
+        numel = part.padded_numel if stage else part.numel
+        for kind, size in _bytes_per_parameter(part.sizes, states).items():
+            if part.trainable or kind == "parameters":
+                held[kind] += numel * size / (world_size if kind in sharded else 1)
+    largest = max(parts, key=lambda part: part.numel)
+    return MemoryEstimate(
+        stage,
+        world_size,
+        sum(part.numel for part in parts),
+        precision,
+        _formula(largest.sizes, states, sharded),
+        **{kind: round(nbytes) for kind, nbytes in held.items()},
+        buffers=buffers,
+        on_host=("gradients", "master", "optimizer") if offload else (),
+    )

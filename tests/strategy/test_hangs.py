@@ -1,0 +1,322 @@
+"""Ranks that go different ways: they end where DDP ends, or every one of them raises and says why."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.harness import WorldError, make_trainer, run
+from tests.parity import STAGES, Outcome, RandomData, all_stages, assert_same, make_strategy, outcome
+
+WIDTH = 8
+# Every linear layer of that width is a unit of its own.
+UNIT = {"unit_size_mb": 2e-4}
+
+
+def layer() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Model(pl.LightningModule):
+    """A first and a last layer around what a test is about."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.optimizer_name = optimizer
+        self.first = layer()
+        self.middle = self.make_middle()
+        self.last = nn.Linear(WIDTH, 1)
+
+    def make_middle(self) -> nn.Module:
+        return nn.ModuleList([layer() for _ in range(4)])
+
+    def between(self, x: Tensor, step: int) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        return self.last(self.between(self.first(x).tanh(), step))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self(batch, batch_idx) - batch.sum(1, keepdim=True)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Branches(Model):
+    """Each rank has a branch of its own for the whole run."""
+
+    def between(self, x: Tensor, step: int) -> Tensor:
+        return self.middle[self.global_rank](x).tanh()
+
+
+class Experts(Model):
+    """Experts that change with rank and step, in an order of their own, some of them several times."""
+
+    def between(self, x: Tensor, step: int) -> Tensor:
+        chosen = random.Random(17 * step + self.global_rank).choices(range(4), k=1 + (step + self.global_rank) % 3)
+        return sum(self.middle[i](x).tanh() for i in chosen)
+
+
+class FrozenExperts(Experts):
+    """The same with two experts that are not trained."""
+
+    def make_middle(self) -> nn.Module:
+        middle = super().make_middle()
+        middle[1:3].requires_grad_(False)
+        return middle
+
+
+class RecomputedExperts(Experts):
+    def between(self, x: Tensor, step: int) -> Tensor:
+        return checkpoint(super().between, x, step, use_reentrant=False)
+
+
+class LayerDrop(Model):
+    def between(self, x: Tensor, step: int) -> Tensor:
+        dropped = random.Random(step).sample(range(4), self.global_rank + 1)
+        for i, block in enumerate(self.middle):
+            if i not in dropped:
+                x = x + block(x).tanh()
+        return x
+
+
+class EarlyExit(Model):
+    """Ranks leave after different depths: their backwards start in different places."""
+
+    def between(self, x: Tensor, step: int) -> Tensor:
+        for block in self.middle[: 1 + (step + 2 * self.global_rank) % 4]:
+            x = x + block(x).tanh()
+        return x
+
+
+class Loop(Model):
+    """One cell, applied a rank- and step-dependent number of times, also never."""
+
+    def make_middle(self) -> nn.Module:
+        return nn.GRUCell(WIDTH, WIDTH)
+
+    def between(self, x: Tensor, step: int) -> Tensor:
+        state = x
+        for _ in range((step * (1 + self.global_rank)) % 4):
+            state = self.middle(x, state)
+        return state
+
+
+class OtherOrder(Model):
+    def between(self, x: Tensor, step: int) -> Tensor:
+        blocks = list(self.middle)
+        for block in blocks if self.global_rank == 0 else reversed(blocks):
+            x = x + block(x).tanh()
+        return x
+
+
+class SideReads(Model):
+    """One rank also looks at weights: by a forward without gradients, and by a penalty on a bare weight."""
+
+    def between(self, x: Tensor, step: int) -> Tensor:
+        for block in self.middle[:2]:
+            x = block(x).tanh()
+        if self.global_rank == step % 2:
+            with torch.no_grad():
+                x = x + self.middle[3](x)
+            x = x + self.middle[2].weight.square().sum()
+        return x
+
+
+class DeadLayer(Model):
+    """Built, never used."""
+
+    def between(self, x: Tensor, step: int) -> Tensor:
+        return self.middle[1](x).tanh()
+
+
+class Sometimes(Model):
+    """Parts used in one micro-batch, on one rank: the second micro-batch of rank 1 and the third of rank 0."""
+
+    def between(self, x: Tensor, step: int) -> Tensor:
+        x = self.middle[0](x)
+        if (self.global_rank, step % 4) in ((1, 1), (0, 2)):
+            x = x + self.middle[1 + self.global_rank](x).tanh()
+        return x
+
+
+DIVERGENT: dict[str, tuple[type[Model], int, dict[str, Any]]] = {
+    "branches": (Branches, 2, {}),
+    "experts": (Experts, 2, {}),
+    "experts of three ranks": (Experts, 3, {}),
+    "experts, accumulated": (Experts, 2, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "frozen experts": (FrozenExperts, 2, {}),
+    "recomputed experts": (RecomputedExperts, 2, {}),
+    "layer drop": (LayerDrop, 2, {}),
+    "early exit": (EarlyExit, 2, {}),
+    "a loop": (Loop, 3, {}),
+    "another order": (OtherOrder, 2, {}),
+    "side reads": (SideReads, 2, {}),
+    "a dead layer": (DeadLayer, 2, {}),
+    "sometimes": (Sometimes, 2, {"accumulate_grad_batches": 4}),
+}
+
+
+@pytest.mark.parametrize("case", DIVERGENT)
+def test_ranks_that_use_different_parts(case: str) -> None:
+    cls, world, kwargs = DIVERGENT[case]
+    kwargs = {"data": (8 * world, WIDTH), "batch_size": 1, "strategy_kwargs": UNIT, "max_epochs": 1, **kwargs}
+    results = run(world, all_stages, cls, kwargs)
+    # What was reduced after every micro-batch was added up in another order.
+    assert_same(results, exact=world == 2 and "accumulate_grad_batches" not in kwargs)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_ranks_that_use_different_parts_at_any_prefetch_with_adam(prefetch: int) -> None:
+    kwargs = {"data": (16, WIDTH), "batch_size": 1, "strategy_kwargs": {**UNIT, "prefetch": prefetch}}
+    assert_same(run(2, all_stages, partial(Experts, "adam"), kwargs))
+
+
+def dead_layer_stays(stage: int) -> bool:
+    torch.manual_seed(0)
+    module = DeadLayer()
+    before = module.middle[0].weight.detach().clone()
+    trainer = make_trainer(".", strategy=make_strategy(stage, **UNIT), max_steps=3)
+    trainer.fit(module, DataLoader(RandomData(8, WIDTH)))
+    return bool(torch.equal(module.middle[0].weight, before))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_dead_layer_is_left_alone(stage: int) -> None:
+    assert run(2, dead_layer_stays, stage) == [True, True]
+
+
+# -- different numbers of batches -------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """Rank-dependent data without a length."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.samples = torch.randn(length, WIDTH, generator=generator)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.samples)
+
+
+class Validated(Model):
+    def between(self, x: Tensor, step: int) -> Tensor:
+        for block in self.middle:
+            x = block(x).tanh()
+        return x
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = (self(batch, batch_idx) - batch.sum(1, keepdim=True)).square().mean()
+        self.log("validation", loss, sync_dist=True)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test", self(batch, batch_idx).mean(), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch, batch_idx)
+
+
+def uneven_training(lengths: list[int], common: bool, trainer_kwargs: dict[str, Any]) -> dict[int, Outcome]:
+    """Rank r gets ``lengths[r]`` batches; the reference gets the smallest number everywhere."""
+    results = {}
+    for stage in (0, *STAGES):
+        torch.manual_seed(0)
+        module = Validated()
+        length = lengths[dist.get_rank()]
+        trainer = make_trainer(
+            ".",
+            strategy=make_strategy(stage, **UNIT),
+            use_distributed_sampler=False,
+            **{"limit_train_batches": min(lengths)} if stage == 0 else {},
+            **trainer_kwargs,
+        )
+        data = Stream(length) if not common else Stream(length).samples
+        trainer.fit(module, DataLoader(data, batch_size=None), DataLoader(Stream(2), batch_size=None))
+        results[stage] = outcome(trainer, module, [])
+        results[stage].extra["steps"] = trainer.global_step
+    return results
+
+
+def test_training_ends_with_the_rank_that_has_the_fewest_batches() -> None:
+    for lengths, sized, kwargs in (
+        ([5, 4], False, {"max_epochs": 2}),
+        ([3, 5], False, {"max_epochs": 2, "accumulate_grad_batches": 2}),
+        ([4, 5], True, {"max_epochs": 1}),
+    ):
+        results = run(2, uneven_training, lengths, sized, kwargs)
+        assert_same(results, exact="accumulate_grad_batches" not in kwargs)
+        steps = -(-min(lengths) // kwargs.get("accumulate_grad_batches", 1)) * kwargs["max_epochs"]
+        assert {by_stage[s].extra["steps"] for by_stage in results for s in (0, *STAGES)} == {steps}
+
+
+def uneven_evaluation(lengths: list[int]) -> dict[int, dict[str, float]]:
+    results: dict[int, dict[str, float]] = {}
+    for stage in (0, *STAGES):
+        torch.manual_seed(0)
+        module = Validated()
+        length = lengths[dist.get_rank()]
+        trainer = make_trainer(
+            ".", strategy=make_strategy(stage, **UNIT), use_distributed_sampler=False, max_epochs=1
+        )
+
+        def loader(n: int) -> DataLoader:
+            return DataLoader(Stream(n), batch_size=None)
+
+        trainer.fit(module, loader(2), [loader(length), loader(max(lengths) + 1 - length)])
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        trainer.test(module, loader(length), verbose=False)
+        metrics["test"] = float(trainer.callback_metrics["test"])
+        predictions = trainer.predict(module, loader(length), return_predictions=True)
+        metrics["predicted"] = len(predictions)
+        metrics["prediction"] = float(torch.cat(predictions).sum())
+        results[stage] = metrics
+    return results
+
+
+@pytest.mark.parametrize("lengths", [[3, 4], [4, 1, 2]])
+def test_evaluation_with_different_numbers_of_batches(lengths: list[int]) -> None:
+    for rank, by_stage in enumerate(run(len(lengths), uneven_evaluation, lengths)):
+        assert by_stage[0]["predicted"] == lengths[rank]
+        for stage in STAGES:
+            assert by_stage[stage] == pytest.approx(by_stage[0], rel=1e-5), (rank, stage)
+
+
+def starved(stage: int, kind: str) -> str:
+    """Rank 1 has no batch at all."""
+    module = Validated()
+    length = 3 if dist.get_rank() == 0 else 0
+    trainer = make_trainer(
+        ".", strategy=make_strategy(stage, **UNIT), use_distributed_sampler=False, max_epochs=1, num_sanity_val_steps=0
+    )
+    few, many = DataLoader(Stream(length), batch_size=None), DataLoader(Stream(2), batch_size=None)
+    try:
+        if kind == "train":
+            trainer.fit(module, few)
+        elif kind == "validate":
+            trainer.fit(module, many, few)
+        else:
+            trainer.predict(module, few)
+    except RuntimeError as error:
+        return str(error)
+    return "ended"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_without_a_single_batch(stage: int) -> None:
+    assert run(2, starved, stage, "validate", timeout=20.0) == ["ended", "ended"]
+    assert run(2, starved, stage, "predict", timeout=20.0) == ["ended", "ended"]
+    for message in run(2, starved, stage, "train", timeout=20.0):
+        assert message == "ended" or "rank" in message

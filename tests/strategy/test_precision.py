@@ -1,0 +1,238 @@
+"""The dtype contract and its numbers: mixed is Lightning's AMP, half keeps fp32 masters, fp16 scales its loss."""
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_zero import ZeroStrategy
+from tests.harness import make_trainer, run
+from tests.parity import STAGES, Outcome, RandomData, all_stages, assert_same, trained
+
+
+class Mixture(pl.LightningModule):
+    """Layers that autocast casts and layers that it does not, a tied weight, a frozen layer, a clipped norm."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__()
+        self.optimizer_name = optimizer
+        self.embedding = nn.Embedding(11, 8)
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.linear = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.batch_norm = nn.BatchNorm1d(8)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        tokens = (batch.float().abs() * 10).long() % 11
+        x = self.embedding(tokens[:, :-1])
+        x = x + self.batch_norm(self.convolution(x.transpose(1, 2))).transpose(1, 2)
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        x = self.linear(torch.relu(self.frozen(x))) * self.scale
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validation", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+        return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_mixed_is_lightnings_amp(world: int, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit where 16-bit gradients are summed in fp32, which a norm to clip makes necessary: what each rank sends
+    is what autocast's backward gives, before it is widened."""
+    monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
+    kwargs = {"data": (16, 6), "precision": "bf16-mixed", "gradient_clip_val": 1e6}
+    results = run(world, all_stages, partial(Mixture, optimizer), kwargs)
+    assert results[0][0].weights["linear.weight"].dtype == torch.float32
+    # In evaluation plain attention takes a fused path with another rounding if weights and input have one dtype.
+    assert_same(results, exact=True, metrics_tolerance={"rtol": 1e-3, "atol": 1e-3})
+
+
+# flag -> what steps compute with, gradient on the wire, gradient kept, master, file (linear weight / norm weight)
+CONTRACT = {
+    "32-true": ("float32", "float32", "float32", None, "float32"),
+    "64-true": ("float64", "float64", "float64", None, "float64"),
+    "bf16-mixed": ("bfloat16", "bfloat16", "bfloat16", "float32", "float32"),
+    "bf16-true": ("bfloat16", "bfloat16", "bfloat16", "float32", "bfloat16"),
+    "16-true": ("float16", "float16", "float32", "float32", "float16"),
+}
+
+
+class Looking(Mixture):
+    """Notes the dtypes that a step sees and the ones that hooks see."""
+
+    def on_fit_start(self) -> None:
+        self.extra = {"buffer": _short(self.batch_norm.running_mean.dtype)}
+        for name in ("linear", "norm"):
+            module = getattr(self, name)
+            module.register_forward_pre_hook(lambda m, _, n=name: self.extra.update({n: _short(m.weight.dtype)}))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy = self.trainer.strategy
+        self.extra["seen"] = _short(self.linear.weight.dtype)
+        self.extra["seen gradient"] = _short(self.linear.weight.grad.dtype)
+        if isinstance(strategy, ZeroStrategy):
+            unit, gradients, _ = strategy.engine.locate(self.linear.weight)
+            self.extra["wire"] = _short(gradients.dtypes.wire)
+            self.extra["kept"] = _short(gradients.shard.dtype)
+            self.extra["master"] = None if unit.master is None else _short(unit.master.dtype)
+
+    def on_train_end(self) -> None:
+        state = self.trainer.strategy.optimizer_state(self.trainer.optimizers[0])
+        if self.trainer.is_global_zero:
+            self.extra["state"] = _short(state["state"][1]["exp_avg"].dtype)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("flag", CONTRACT)
+def test_contract(flag: str) -> None:
+    """The table of docs/precision.md, as a step, hooks, the wire, the optimizer and the module after fit see it."""
+    results = run(2, all_stages, Looking, {"data": (8, 6), "precision": flag})
+    compute, wire, kept, master, file = CONTRACT[flag]
+    true = flag.endswith("-true")
+    for by_stage in results:
+        for stage in STAGES:
+            seen = by_stage[stage].extra
+            assert seen["linear"] == compute
+            assert seen["norm"] == (compute if true else "float32")
+            assert seen["buffer"] == (compute if true else "float32")
+            assert (seen["wire"], seen["kept"], seen["master"]) == (wire, kept, master)
+            assert seen["seen"] == seen["seen gradient"] == file
+            assert _short(by_stage[stage].weights["linear.weight"].dtype) == file
+            assert seen.get("state") in (None, master or compute)
+    assert results[0][1].extra["state"] == (master or compute)
+
+
+class Tiny(pl.LightningModule):
+    """One weight of ones whose gradient is the mean of the batch, so that steps can be worked out by hand."""
+
+    def __init__(self, lr: float = 1e-4, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 1, bias=False)
+        nn.init.ones_(self.linear.weight)
+        self.lr, self.momentum = lr, momentum
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.linear(batch.to(self.linear.weight.dtype)).float().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+class Ones(RandomData):
+    def __init__(self, length: int, value: float) -> None:
+        self.samples = torch.full((length, 16), value)
+
+
+def fitted(stage: int, module: pl.LightningModule, samples: torch.utils.data.Dataset, **kwargs: Any) -> pl.LightningModule:
+    trainer = make_trainer(".", strategy=ZeroStrategy(stage=stage), **{"max_epochs": 1, **kwargs})
+    trainer.fit(module, torch.utils.data.DataLoader(samples, batch_size=1))
+    return module
+
+
+def small_updates(flag: str) -> list[float]:
+    return [fitted(s, Tiny(), Ones(400, 1.0), precision=flag).linear.weight[0, 0].item() for s in STAGES]
+
+
+@pytest.mark.parametrize("flag", ["bf16-true", "bf16-mixed"])
+def test_updates_below_the_resolution_of_bf16_add_up(flag: str) -> None:
+    """200 steps of 1e-4 from 1.0: 0.98. In bf16 alone 1 - 1e-4 is 1, and nothing would ever move."""
+    for results in run(2, small_updates, flag):
+        assert results == pytest.approx([0.98] * 3, abs=2e-3 if flag == "bf16-true" else 1e-6)
+
+
+def many_micro_batches(flag: str) -> list[float]:
+    values = Ones(128, 1.0)
+    # One large gradient, then 63 that vanish one by one beside it in bf16 (its spacing at 256 is 2) but not together.
+    values.samples[:] = 0.5
+    values.samples[:2] = 256.0
+    return [
+        fitted(s, Tiny(lr=1.0), values, precision=flag, accumulate_grad_batches=64).linear.weight[0, 0].item()
+        for s in STAGES
+    ]
+
+
+def test_micro_batches_are_summed_in_fp32() -> None:
+    """1 - (256 + 63 * 0.5) / 64 = -3.4921875; in bf16 the sum would stay at 256 and the weight end at -3."""
+    for results in run(2, many_micro_batches, "bf16-mixed"):
+        # Stage 1 sends the sum once, as bf16: its own rounding, one part in 256, is the contract's wire.
+        assert results == pytest.approx([1 - 287.5 / 64] * 3, abs=4.5 / 256)
+        assert results[1:] == [1 - 287.5 / 64] * 2
+
+
+class OneInf(Tiny):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == 1:
+            loss = loss * float("inf")
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.extra.append((float(self.trainer.precision_plugin.scaler.get_scale()), self.linear.weight[0, 0].item()))
+
+
+def one_inf(stage: int, plugin: bool) -> list[tuple[float, float]]:
+    module = OneInf(lr=0.125)
+    module.extra = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    kwargs = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]} if plugin else {"precision": "16-true"}
+    fitted(stage, module, Ones(6, 1.0), **kwargs)
+    return module.extra
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(plugin: bool) -> None:
+    """The weight takes steps of 1/8, except in the second batch, after which the scale is half."""
+    scale = 1024.0 if plugin else 65536.0
+    for stage in STAGES:
+        for seen in run(2, one_inf, stage, plugin):
+            assert seen == [(scale, 0.875), (scale / 2, 0.875), (scale / 2, 0.75)]
+
+
+def resumed(stage: int, flag: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def fit(epochs: int, save: bool, path: str | None = None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = Mixture()
+        trainer = make_trainer(".", strategy=ZeroStrategy(stage=stage, unit_size_mb=1e-3), max_epochs=epochs, precision=flag)
+        loader = torch.utils.data.DataLoader(RandomData(16, 6), batch_size=2)
+        torch.manual_seed(epochs)
+        trainer.fit(module, loader, ckpt_path=path)
+        if save:
+            trainer.save_checkpoint("half.ckpt")
+        state = trainer.strategy.optimizer_state(trainer.optimizers[0])["state"]
+        moments = {f"{i} {k}": v for i, entry in state.items() for k, v in entry.items()}
+        masters = trainer.strategy._optimizer_engine.masters(True)
+        return {**{k: v.clone() for k, v in module.state_dict().items()}, **moments, **masters}
+
+    unbroken = fit(2, save=False)
+    fit(1, save=True)
+    return unbroken, fit(2, save=False, path="half.ckpt")
+
+
+@pytest.mark.parametrize("flag", ["32-true", "bf16-true", "bf16-mixed", "16-true"])
+def test_resume_is_bit_equal(flag: str) -> None:
+    for stage in STAGES:
+        for unbroken, again in run(2, resumed, stage, flag):
+            assert unbroken.keys() == again.keys()
+            assert all(torch.equal(unbroken[name], again[name]) for name in unbroken)
