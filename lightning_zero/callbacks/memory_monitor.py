@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_zero import estimate
 from lightning_zero.callbacks import measurements, memory_report
 from lightning_zero.callbacks.measurements import Reading
-from lightning_zero.estimate import MemoryEstimate
+from lightning_zero.callbacks.memory_report import Forecast
 from lightning_zero.strategy import ZeroStrategy
 
 
@@ -40,7 +40,8 @@ class MemoryMonitor(pl.Callback):
         self.every_n_steps = every_n_steps
         self._clock = _Clock()
         self._last: dict[str, float] = {}
-        self._estimates: tuple[MemoryEstimate, MemoryEstimate, MemoryEstimate] | None = None
+        self._peaks: dict[str, float] = {}
+        self._forecast: Forecast | None = None
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -48,10 +49,9 @@ class MemoryMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._last = {}
-        self._estimates = _estimates(trainer)
-        optimizers = ", ".join(sorted({type(optimizer).__name__ for optimizer in trainer.optimizers}))
-        pl_module.print("\n" + memory_report.opening_table(*self._estimates, optimizers or "no optimizer") + "\n")
+        self._last, self._peaks = {}, {}
+        self._forecast = _forecast(trainer)
+        pl_module.print("\n" + memory_report.opening_table(self._forecast) + "\n")
         self._clock.start(trainer)
 
     @override
@@ -65,6 +65,8 @@ class MemoryMonitor(pl.Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         if (step + 1) % self.every_n_steps == 0:
             self._measure(trainer, step)
+        elif not self._peaks:
+            self._model_states(trainer)
 
     @override
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -77,16 +79,15 @@ class MemoryMonitor(pl.Callback):
     @override
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         # Kept for the closing table: at the end of training other callbacks may read whole parameters first.
-        self._last = measurements.model_states(trainer)
+        self._last = self._model_states(trainer)
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         device = trainer.strategy.root_device
-        values = self._last or measurements.model_states(trainer)
-        values = {**values, **measurements.process_memory(), **measurements.device_memory(device)}
-        readings = measurements.combine(values, device)
-        if self._estimates is None:
-            return
+        values = {**(self._last or self._model_states(trainer)), **measurements.process_memory()}
+        readings = measurements.combine({**values, **measurements.device_memory(device)}, device)
+        if self._forecast is None:
+            raise RuntimeError("MemoryMonitor.on_train_end was called without on_train_start")
         kinds = (*measurements.STATE_KINDS, "total")
         resident = {kind: readings[kind] for kind in kinds}
         peak = {kind: readings[f"{kind}_peak"] for kind in kinds}
@@ -94,18 +95,25 @@ class MemoryMonitor(pl.Callback):
             "process RSS": (readings["rss"], readings["rss_peak"])
         }
         if "device_allocated" in readings:
-            others["device in use"] = (readings["device_allocated"], readings.get("device_peak"))
+            others["device used"] = (readings["device_allocated"], readings.get("device_peak"))
         if "device_reserved" in readings:
-            others["device reserved"] = (readings["device_reserved"], None)
+            others["device held"] = (readings["device_reserved"], None)
         steps = trainer.fit_loop.epoch_loop._batches_that_stepped
-        text = memory_report.closing_table(*self._estimates, resident, peak, others, steps)
-        pl_module.print("\n" + text + "\n")
+        pl_module.print("\n" + memory_report.closing_table(self._forecast, resident, peak, others, steps) + "\n")
+
+    def _model_states(self, trainer: "pl.Trainer") -> dict[str, float]:
+        """As measured now, with the peaks of earlier measurements where nobody else keeps them."""
+        values = measurements.model_states(trainer)
+        for name in values:
+            if name.endswith("_peak"):
+                values[name] = self._peaks[name] = max(self._peaks.get(name, 0), values[name])
+        return values
 
     def _measure(self, trainer: "pl.Trainer", step: int) -> None:
         device = trainer.strategy.root_device
         per_step = self._clock.lap(trainer)
         values = {
-            **{f"memory/{name}": value for name, value in measurements.model_states(trainer).items()},
+            **{f"memory/{name}": value for name, value in self._model_states(trainer).items()},
             **{f"memory/{name}": value for name, value in measurements.process_memory().items()},
             **{f"memory/{name}": value for name, value in measurements.device_memory(device).items()},
             **{f"step/{name}": value for name, value in per_step.items()},
@@ -158,17 +166,22 @@ def _check_strategy(strategy: Strategy) -> None:
         )
 
 
-def _estimates(trainer: "pl.Trainer") -> tuple[MemoryEstimate, MemoryEstimate, MemoryEstimate]:
-    """Predicted, by the paper's formula, and under plain data parallelism."""
+def _forecast(trainer: "pl.Trainer") -> Forecast:
     world_size, precision = trainer.world_size, str(trainer.precision)
     engine = trainer.strategy.engine if isinstance(trainer.strategy, ZeroStrategy) else None
     if engine is None:
-        plain = estimate.estimate_plain(trainer.lightning_module, trainer.optimizers, world_size, precision)
-        return plain, plain, plain
-    predicted = estimate.estimate_engine(engine, world_size, precision)
-    plain = estimate.estimate_engine(engine, world_size, precision, plain=True)
-    formula = estimate.estimate_memory(predicted.num_parameters, world_size, predicted.stage, precision=precision)
-    return predicted, formula, plain
+        predicted = estimate.estimate_plain(trainer.lightning_module, trainer.optimizers, world_size, precision)
+        plain = formula = predicted
+    else:
+        predicted = estimate.estimate_engine(engine, world_size, precision)
+        plain = estimate.estimate_engine(engine, world_size, precision, plain=True)
+        formula = estimate.estimate_memory(predicted.num_parameters, world_size, predicted.stage, precision=precision)
+    name = f"ZeRO stage {predicted.stage}" if predicted.stage else type(trainer.strategy).__name__
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    optimizers = ", ".join(sorted({type(optimizer).__name__ for optimizer in trainer.optimizers}))
+    count = estimate.short_count(predicted.num_parameters)
+    details = f"{count} parameters, {precision}, {optimizers or 'no optimizer'}"
+    return Forecast(f"{name}, {ranks}", details, predicted, formula, plain)
 
 
 def _as_metrics(readings: Mapping[str, Reading], separator: str) -> dict[str, float]:

@@ -3,13 +3,14 @@
 import io
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from rich.box import ASCII, HORIZONTALS
 from rich.console import Console
 from rich.table import Table
 
 from lightning_zero.callbacks.measurements import BUFFERS, OTHER, Reading
-from lightning_zero.estimate import KINDS, MemoryEstimate, short_bytes, short_count
+from lightning_zero.estimate import KINDS, MemoryEstimate, short_bytes
 
 WIDTH = 80
 TOLERANCE = 0.05
@@ -39,69 +40,91 @@ _LESS = {
 }
 
 
-def opening_table(predicted: MemoryEstimate, formula: MemoryEstimate, plain: MemoryEstimate, optimizers: str) -> str:
-    """Before the first step: what each rank is going to hold, beside the formula and plain data parallelism."""
-    unit = _Unit.for_bytes(max(plain.total, predicted.total + predicted.buffers))
-    table = _new_table("", f"plain DP\n{plain.formula}")
-    if predicted.stage:
-        table.add_column(f"ZeRO formula\n{formula.formula}", justify="right")
-        table.add_column("here\npredicted", justify="right")
-    estimates = [plain, formula, predicted] if predicted.stage else [plain]
+@dataclass(frozen=True)
+class Forecast:
+    """What is known before the first step."""
+
+    setting: str
+    """Stage or strategy, and number of ranks."""
+    details: str
+    """What is being trained, how."""
+    predicted: MemoryEstimate
+    formula: MemoryEstimate
+    """The same number of parameters, all of them trained with Adam and none of them padded, as in the ZeRO paper."""
+    plain: MemoryEstimate
+    """The same parameters under plain data parallelism."""
+
+    @property
+    def columns(self) -> dict[str, MemoryEstimate]:
+        if self.predicted.stage == 0:
+            return {"plain\nDP": self.plain}
+        return {"plain\nDP": self.plain, "ZeRO\nformula": self.formula, "here\npredicted": self.predicted}
+
+
+def opening_table(forecast: Forecast) -> str:
+    """What each rank is going to hold, beside the formula and plain data parallelism."""
+    estimates = list(forecast.columns.values())
+    unit = _Unit.for_bytes(max(estimate.total for estimate in estimates))
+    table = _new_table()
+    for header in forecast.columns:
+        table.add_column(header, justify="right")
+    table.add_row("bytes", *(estimate.formula for estimate in estimates))
+    table.add_section()
     for kind in KINDS:
         if any(getattr(estimate, kind) for estimate in estimates):
             table.add_row(_LABELS[kind], *(unit.show(getattr(estimate, kind)) for estimate in estimates))
     table.add_section()
     table.add_row("model states", *(unit.show(estimate.total) for estimate in estimates))
-    if predicted.buffers:
-        table.add_row(_LABELS[BUFFERS], "", "", unit.show(predicted.buffers))
-    counts = f"{short_count(predicted.num_parameters)} parameters, {predicted.precision}, {optimizers}"
-    return _text(table, f"Memory per rank in {unit.name}: {_setting(predicted)}; {counts}")
+    if forecast.predicted.buffers:
+        table.add_row(_LABELS[BUFFERS], *_right(estimates, unit.show(forecast.predicted.buffers)))
+    return _text(table, [f"Memory per rank in {unit.name}, predicted: {forecast.setting}", forecast.details])
 
 
 def closing_table(
-    predicted: MemoryEstimate,
-    formula: MemoryEstimate,
-    plain: MemoryEstimate,
+    forecast: Forecast,
     resident: Mapping[str, Reading],
     peak: Mapping[str, Reading],
     others: Mapping[str, tuple[Reading | None, Reading | None]],
     steps: int,
 ) -> str:
-    """After the last step: what the ranks held, beside the prediction.
+    """What the ranks held, beside the prediction.
 
     ``resident`` and ``peak`` are by kind, with their ``total``; ``others`` are rows that nothing was predicted for.
     """
-    unit = _Unit.for_bytes(max(plain.total, peak["total"].max))
-    table = _new_table("", "plain\nDP")
-    columns = ["ZeRO\nformula", "here\npredicted"] if predicted.stage else []
-    for header in [*columns, "resident\nmax", "resident\nmean", "peak\nmax", "peak\nmean"]:
+    predicted, estimates = forecast.predicted, list(forecast.columns.values())
+    unit = _Unit.for_bytes(max(forecast.plain.total, peak["total"].max))
+    table = _new_table()
+    for header in [*forecast.columns, "resident\nmax", "resident\nmean", "peak\nmax", "peak\nmean"]:
         table.add_column(header, justify="right")
-
-    def predictions(value: float, by_paper: float | None, by_plain: float | None) -> list[str]:
-        shown = [by_plain, by_paper, value] if predicted.stage else [by_plain]
-        return ["" if item is None else unit.show(item) for item in shown]
 
     def measured(*readings: Reading | None) -> list[str]:
         return [cell for r in readings for cell in (["", ""] if r is None else [unit.show(r.max), unit.show(r.mean)])]
 
     for kind in KINDS:
-        values = getattr(predicted, kind), getattr(formula, kind), getattr(plain, kind)
+        values = [getattr(estimate, kind) for estimate in estimates]
         if any(values) or peak[kind].max:
-            table.add_row(_LABELS[kind], *predictions(*values), *measured(resident[kind], peak[kind]))
+            table.add_row(_LABELS[kind], *map(unit.show, values), *measured(resident[kind], peak[kind]))
     if predicted.buffers or peak[BUFFERS].max:
-        table.add_row(
-            _LABELS[BUFFERS], *predictions(predicted.buffers, None, None), *measured(resident[BUFFERS], peak[BUFFERS])
-        )
+        shown = _right(estimates, unit.show(predicted.buffers))
+        table.add_row(_LABELS[BUFFERS], *shown, *measured(resident[BUFFERS], peak[BUFFERS]))
     if peak[OTHER].max:
-        empty = [""] * (3 if predicted.stage else 1)
-        table.add_row(_LABELS[OTHER], *empty, *measured(resident[OTHER], peak[OTHER]))
+        table.add_row(_LABELS[OTHER], *_right(estimates, ""), *measured(resident[OTHER], peak[OTHER]))
     table.add_section()
-    totals = predictions(predicted.total + predicted.buffers, formula.total, plain.total)
-    table.add_row("total", *totals, *measured(resident["total"], peak["total"]))
+    totals = [estimate.total + (estimate.buffers if estimate is predicted else 0) for estimate in estimates]
+    table.add_row("total", *map(unit.show, totals), *measured(resident["total"], peak["total"]))
     for label, readings in others.items():
-        table.add_row(label, *[""] * (3 if predicted.stage else 1), *measured(*readings))
-    title = f"Memory per rank in {unit.name} after {steps} steps: {_setting(predicted)}"
-    return _text(table, title, [_summary(plain, peak["total"]), *differences(predicted, peak)])
+        table.add_row(label, *_right(estimates, ""), *measured(*readings))
+    title = f"Memory per rank in {unit.name}, measured over {steps} steps: {forecast.setting}"
+    notes = differences(predicted, peak)
+    if predicted.stage:
+        share = peak["total"].max / forecast.plain.total
+        notes.insert(0, f"The peak of a rank, buffers included, is {share:.0%} of plain data parallelism.")
+    return _text(table, [title], notes)
+
+
+def _right(estimates: list[MemoryEstimate], text: str) -> list[str]:
+    """Cells under the estimates, all empty but the last."""
+    return [""] * (len(estimates) - 1) + [text]
 
 
 def differences(predicted: MemoryEstimate, peak: Mapping[str, Reading]) -> list[str]:
@@ -120,20 +143,10 @@ def differences(predicted: MemoryEstimate, peak: Mapping[str, Reading]) -> list[
         lines.append(f"{_LABELS[kind]}: {change}: {reason}.")
     expected, found = predicted.total + predicted.buffers, peak["total"].max
     if not lines and found < (1 - TOLERANCE) * expected:
-        lines.append(f"total: {1 - found / expected:.0%} less than predicted: the kinds are not all at their peak at once.")
+        lines.append(
+            f"total: {1 - found / expected:.0%} less than predicted: the kinds are not all at their peak at once."
+        )
     return lines
-
-
-def _summary(plain: MemoryEstimate, together: Reading) -> str:
-    if not plain.total:
-        return ""
-    share = together.max / plain.total
-    return f"The peak of a rank, buffers included, is {share:.0%} of plain data parallelism."
-
-
-def _setting(estimate: MemoryEstimate) -> str:
-    ranks = "1 rank" if estimate.world_size == 1 else f"{estimate.world_size} ranks"
-    return f"{'nothing sharded' if estimate.stage == 0 else f'ZeRO stage {estimate.stage}'}, {ranks}"
 
 
 class _Unit:
@@ -154,20 +167,17 @@ class _Unit:
         return "0" if not value else f"{value:.0f}" if value >= 1000 else f"{value:.2f}"
 
 
-def _new_table(*headers: str) -> Table:
+def _new_table() -> Table:
     unicode = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
     table = Table(box=HORIZONTALS if unicode else ASCII, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if index else "left", no_wrap=not index)
+    table.add_column("", no_wrap=True)
     return table
 
 
-def _text(table: Table, title: str, notes: Iterable[str] = ()) -> str:
+def _text(table: Table, titles: Iterable[str], notes: Iterable[str] = ()) -> str:
     # Into a string: a progress bar on the screen needs to print it itself.
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, markup=False)
-    console.print(title)
-    console.print(table)
-    for note in notes:
-        console.print(note)
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
+    for part in (*titles, table, *notes):
+        console.print(part)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())

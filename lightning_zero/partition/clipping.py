@@ -12,32 +12,30 @@ def clip_by_norm(
     max_norm: float,
     norm_type: float,
     all_reduce: Callable[[Tensor, str], Tensor],
-    device: torch.device,
+    zero: Tensor,
 ) -> Tensor:
     """Scale the gradient shards in place so that the norm over all ranks is at most ``max_norm``; returns the norm.
 
     The rule is ``torch.nn.utils.clip_grad_norm_``'s: the factor is ``max_norm / (norm + 1e-6)``, at most 1.
     """
-    norm = total_norm(shards, norm_type, all_reduce, device)
+    norm = total_norm(shards, norm_type, all_reduce, zero)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if shards:
-        torch._foreach_mul_(shards, factor.to(shards[0].dtype))
+        torch._foreach_mul_(shards, factor)
     return norm
 
 
 def total_norm(
-    shards: list[Tensor], norm_type: float, all_reduce: Callable[[Tensor, str], Tensor], device: torch.device
+    shards: list[Tensor], norm_type: float, all_reduce: Callable[[Tensor, str], Tensor], zero: Tensor
 ) -> Tensor:
-    """The norm of all ranks' shards taken as one vector, as a 0-dim tensor."""
+    """The norm of all ranks' shards taken as one vector, as a 0-dim tensor of the dtype and device of ``zero`` (the
+    ranks' shards may differ in dtype)."""
     norm_type = float(norm_type)
-    if shards:
-        norms = torch.stack([n.float() if n.dtype.itemsize < 4 else n for n in torch._foreach_norm(shards, norm_type)])
-    else:
-        norms = torch.zeros(1, device=device)
+    norms = torch.stack([zero, *(n.to(zero) for n in (torch._foreach_norm(shards, norm_type) if shards else ()))])
     if math.isinf(norm_type):
         return all_reduce(norms.max(), "max")
     power = (norms.double() ** norm_type).sum()
-    return (all_reduce(power, "sum") ** (1.0 / norm_type)).to(norms.dtype)
+    return (all_reduce(power, "sum") ** (1.0 / norm_type)).to(zero)
 
 
 def clip_by_value(shards: list[Tensor], clip_value: float) -> None:

@@ -214,6 +214,8 @@ class ZeroEngine:
         self._reshard_all()
 
     def _open_backward(self) -> None:
+        for binding in self._bindings:
+            binding.cancel()  # an update that raised, and somebody caught it
         self._sync.begin_backward()
         self._backward_open = True
 
@@ -438,9 +440,11 @@ class ZeroEngine:
     def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of ``parameters`` by their norm over all ranks; returns that norm (0-dim tensor)."""
         self.settle()
-        return clipping.clip_by_norm(
-            self.gradient_shards(parameters), max_norm, norm_type, self._comm.all_reduce, self._comm.device
-        )
+        parameters = list(parameters)
+        wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+        zero = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=self._comm.device)
+        shards = self.gradient_shards(parameters)
+        return clipping.clip_by_norm(shards, max_norm, norm_type, self._comm.all_reduce, zero)
 
     def clip_by_value(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         """Clip the gradients of ``parameters`` element by element."""

@@ -9,6 +9,7 @@ tensors, in torch's own layout.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,10 @@ _REFUSED = {
 }
 
 
+# State that is one number per parameter; of a 0-dim parameter the shape does not tell.
+_PER_PARAMETER = ("step", "eta", "mu", "mu_product")
+
+
 class Host(Protocol):
     """What a binding needs of the engine."""
 
@@ -34,6 +39,9 @@ class Host(Protocol):
 
     @property
     def keeps_state(self) -> bool: ...
+
+    @property
+    def closed(self) -> bool: ...
 
     def locate(self, parameter: nn.Parameter) -> "tuple[Unit, UnitGradients | None, int] | None": ...
 
@@ -44,6 +52,13 @@ class Host(Protocol):
     def full_from_shards(self, unit: Unit, pieces: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor]: ...
 
     def all_gather_object(self, value: Any) -> list[Any]: ...
+
+
+# Known to update element by element, so that nothing needs to be tried.
+_ELEMENTWISE = {
+    getattr(torch.optim, name)
+    for name in ("SGD ASGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop").split()
+}
 
 
 def check_supported(optimizer: Optimizer, names: dict[int, str]) -> None:
@@ -70,7 +85,7 @@ def check_supported(optimizer: Optimizer, names: dict[int, str]) -> None:
                     f"['params'][{index}]) that is not one of the LightningModule's parameters. Register it on the module."
                 )
     for group_index, group in enumerate(optimizer.param_groups):
-        if not _is_elementwise(optimizer, group):
+        if type(optimizer) not in _ELEMENTWISE and not _is_elementwise(optimizer, group):
             raise ValueError(
                 f"The optimizer {name} (param_groups[{group_index}]) cannot be sharded: its update of an element depends"
                 " on other elements or on the tensor's shape (tried on a small matrix). Use an element-wise optimizer."
@@ -163,6 +178,13 @@ class OptimizerBinding:
         self._originals: list[list[nn.Parameter]] | None = None
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._units: dict[int, Unit] = {}
+        self._depth = 0
+        self._released = False
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+            previous = getattr(hook, "__self__", None)
+            if isinstance(previous, OptimizerBinding):
+                previous.release()
+                previous.close()
         self._shard_initial_state()
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_step),
@@ -176,30 +198,48 @@ class OptimizerBinding:
         for handle in self._handles:
             handle.remove()
 
+    def release(self) -> None:
+        """Give the optimizer back to the user, with whole state on every rank. All ranks call it."""
+        if self._released:
+            return
+        whole = self.whole_state()
+        for index, parameter in enumerate(self._parameters()):
+            if index in whole:
+                self.optimizer.state[parameter] = whole[index]
+            else:
+                self.optimizer.state.pop(parameter, None)
+        self._released = True
+
     def cancel(self) -> None:
         """Leave an update that raised half-way."""
         if self._originals is not None:
             self._restore()
+            self._depth = 0
 
     # -- the update --------------------------------------------------------------------------------------------------
 
     def _pre_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        self._depth += 1
+        if self._depth > 1:
+            return None  # the step of a subclass calls that of its base: torch runs the hooks for both
+        if self._host.closed:
+            self.release()
+            return None
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if closure is None:
             self._swap()
             return None
 
-        def run_then_swap() -> Any:
-            loss = closure()
-            self._swap()
-            return loss
-
+        run_then_swap = partial(self._swap, closure)
         # The closure runs forward, backward, the user's hooks and clipping: all of them see the module's parameters.
         return (args[0], run_then_swap, *args[2:]) if len(args) > 1 else args, (
             {**kwargs, "closure": run_then_swap} if "closure" in kwargs else kwargs
         )
 
     def _post_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        self._depth -= 1
+        if self._depth or self._released:
+            return
         if self._originals is None:
             raise RuntimeError(
                 f"{type(optimizer).__qualname__}.step did not call its closure, so there are no gradients to step with."
@@ -207,9 +247,15 @@ class OptimizerBinding:
         self._restore()
         self._host.after_update([self._units[index] for index in sorted(self._units)])
 
-    def _swap(self) -> None:
-        self._host.before_update()
-        self._enter(lambda unit, gradients, index: gradients.local(index) if gradients is not None else None)
+    def _swap(self, closure: Callable[[], Any] | None = None) -> Any:
+        try:
+            loss = None if closure is None else closure()
+            self._host.before_update()
+            self._enter(lambda unit, gradients, index: gradients.local(index) if gradients is not None else None)
+        except BaseException:
+            self._depth = 0  # torch runs no post hooks
+            raise
+        return loss
 
     def _enter(self, gradient_of: Callable[[Unit, UnitGradients | None, int], Tensor | None]) -> None:
         if self._originals is not None:
@@ -275,7 +321,7 @@ class OptimizerBinding:
             return {}
         start = unit.layout.tensor_range(index, self._host.rank).slice()
         for name, value in state.items():
-            if _is_moment(value, torch.Size(slot.shape)):
+            if _is_moment(value, torch.Size(slot.shape)) or (not slot.shape and name not in _PER_PARAMETER):
                 dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=shard.device).copy_(
                     value
                 )
@@ -325,13 +371,15 @@ class OptimizerBinding:
         return None if located is None else located[0].shards[located[2]]
 
     def _whole_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self._released:
+            return state_dict
         return {**state_dict, "state": self.whole_state(self._host.keeps_state)}
 
     def _pre_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Cut whole tensors to the local shards, and load them as state of the shards (whose dtype state must have)."""
         parameters = list(self._parameters())
         count = sum(len(group["params"]) for group in state_dict["param_groups"])
-        if count != len(parameters):
+        if self._released or count != len(parameters):
             return state_dict  # torch says what is wrong
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         cut = {
