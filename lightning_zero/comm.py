@@ -5,20 +5,20 @@ Gathers, reductions and control messages travel over groups of their own: ranks 
 """
 
 import hashlib
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_zero.worker import Worker
 
 CONTROL_CALLS = "control"
 _WIDTH = 4
@@ -90,43 +90,6 @@ class _Exchange:
         self._works, self._keep = [], []
 
 
-class _Worker:
-    """A thread that runs reductions in the order in which they were launched."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Future, Callable[[], Tensor]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, task: Callable[[], Tensor]) -> Future:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lightning_zero-reduce", daemon=True)
-            self._thread.start()
-        future: Future = Future()
-        self._queue.put((future, task))
-        return future
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(timeout=1.0)
-            self._thread = None
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            future, task = item
-            try:
-                with torch.no_grad():
-                    result = task()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                # Drop what keeps the flat buffer alive before its owner can look whether it is still in use.
-                del task, item
-                future.set_result(result)
-                del result
-            del future
-
-
 class _FutureWork:
     def __init__(self, future: Future) -> None:
         self._future = future
@@ -152,7 +115,7 @@ class Comm:
         self.stats = CommStats()
         self._waits = 0
         self._calls: dict[tuple[str, int], int] = defaultdict(int)
-        self._worker = _Worker()
+        self._worker = Worker("lightning_zero-reduce")
         self._point_to_point = False
         self._gather_group = self._reduce_group = self._control_group = None
         if world_size == 1:

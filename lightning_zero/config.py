@@ -2,12 +2,40 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 # Measured on the GPT of benchmarks/step_time.py; smaller models get proportionally smaller units.
 DEFAULT_UNIT_SIZE_MB = 32.0
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What waits in host memory instead of on the device (ZeRO-Offload, ATC 21)."""
+
+    optimizer: Literal["cpu"] = "cpu"
+    """Master weights, optimizer state and the step itself."""
+    parameters: None = None
+    """Parameter shards; not implemented yet."""
+    nvme_path: str | None = None
+    """Folder for the NVMe tier; not implemented yet."""
+    num_threads: int | None = None
+    """Threads of each rank's step; ``None`` shares the host's cores among its ranks."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer == "nvme" or self.parameters is not None or self.nvme_path is not None:
+            raise NotImplementedError(
+                "OffloadConfig knows optimizer='cpu' only so far: parameters, 'nvme' and nvme_path are not implemented yet."
+            )
+        if self.optimizer != "cpu":
+            raise ValueError(f"OffloadConfig.optimizer must be 'cpu', got {self.optimizer!r}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"OffloadConfig.num_threads must be at least 1, got {self.num_threads}")
+
+
+DELAYED_UPDATE_WARM_UP = 40
+"""Optimizer steps before updates are delayed (ZeRO-Offload, section 5.2)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +64,9 @@ class ParameterDtypes:
     shows_main: bool = False
     """Outside of a step a parameter has its own dtype and shows its master weights (mixed precision)."""
 
+    separate_main: bool = False
+    """Trained parameters have master weights even where those are of the same dtype: an update runs beside steps."""
+
     def compute_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
         return self.compute.get(id(parameter), parameter.dtype)
 
@@ -43,6 +74,8 @@ class ParameterDtypes:
         """dtype of the master weights; None where the parameter is its own master. 16-bit weights need one to be
         trained; a frozen parameter needs one only to come out as it went in."""
         compute = self.compute_dtype(parameter)
+        if self.separate_main and parameter.requires_grad and compute.is_floating_point:
+            return torch.promote_types(parameter.dtype, torch.float32)
         if not compute.is_floating_point or compute.itemsize >= 4:
             return None
         if parameter.requires_grad or (self.shows_main and parameter.dtype != compute):
@@ -68,6 +101,8 @@ class EngineConfig:
     """Seconds to wait for the other ranks when a sharded tensor is read outside the step."""
     dtypes: ParameterDtypes = field(default_factory=ParameterDtypes)
     """Which parameters are computed with in another dtype than their own."""
+    main_device: torch.device | None = None
+    """Where master weights and optimizer state live; ``None`` is the parameters' device."""
     wide_sums: bool = False
     """Keep reduced 16-bit gradients in fp32: micro-batches are summed, or the sums are scaled before the update."""
 

@@ -165,12 +165,14 @@ def estimate_memory(
         # What the device computes with stays there; the master is a second copy, of fp32 parameters too.
         sizes = ItemSizes(sizes.parameters, sizes.gradients, max(4, sizes.optimizer), sizes.optimizer)
         parts = [FlatPart(p.numel, p.padded_numel, sizes, p.trainable, p.held) for p in parts]
-    if largest_unit is not None:
-        if largest_unit < 1:
-            raise ValueError(f"largest_unit must be at least 1 parameter, got {largest_unit}")
-        buffers = _buffers([FlatPart(largest_unit, largest_unit, sizes)], stage, prefetch)
+    if largest_unit is not None and largest_unit < 1:
+        raise ValueError(f"largest_unit must be at least 1 parameter, got {largest_unit}")
+    # Offloaded gradients pass through buffers as they do at stage 2, and a single rank sends nothing.
+    passing = 0 if world_size == 1 else 2 if offload and stage == 1 else stage
+    if largest_unit is None:
+        buffers = _buffers(parts, passing, prefetch)
     else:
-        buffers = _buffers(parts, stage, prefetch)
+        buffers = _under_way(FlatPart(largest_unit, largest_unit, sizes), passing, prefetch)
     return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, offload)
 
 
@@ -279,19 +281,24 @@ def _part_of_unit(engine: ZeroEngine, unit: Unit) -> FlatPart:
 
 
 def _buffers(parts: list[FlatPart], stage: int, prefetch: int) -> int:
-    """What units need at once: the one in use, those prefetched, and the gradients being collected and reduced."""
-    if stage < 2:
-        return 0
-    unsharded = 1 if stage == 3 else 0
-
-    def needed(part: FlatPart, ahead: int, gradients: int) -> int:
-        return part.padded_numel * part.sizes.parameters * (unsharded * (1 + ahead) + part.trainable * gradients)
-
-    held = sum(needed(part, 0, 1) for part in parts if part.held)
+    """What units need at once: the largest that are under way together, and those held through the step."""
+    held = sum(_pair(part, stage) for part in parts if part.held)
     passing = [part for part in parts if not part.held]
-    most = max((needed(part, prefetch, _GRADIENT_BUFFERS) for part in passing), default=0)
+    most = max((_under_way(part, stage, prefetch) for part in passing), default=0)
     # A small model has fewer units than could be under way.
-    return held + min(most, sum(needed(part, 0, 1) for part in passing))
+    return held + min(most, sum(_pair(part, stage) for part in passing))
+
+
+def _under_way(part: FlatPart, stage: int, prefetch: int) -> int:
+    """The unit in use, those prefetched, and the gradients being collected and reduced, all as large as ``part``."""
+    units = 1 + prefetch if stage == 3 else 0
+    gradients = _GRADIENT_BUFFERS if stage >= 2 and part.trainable else 0
+    return part.padded_numel * part.sizes.parameters * (units + gradients)
+
+
+def _pair(part: FlatPart, stage: int) -> int:
+    """The unit's parameters and its gradients, where they are buffered."""
+    return part.padded_numel * part.sizes.parameters * ((stage == 3) + (stage >= 2 and part.trainable))
 
 
 def _sharded_kinds(stage: int, offload: bool) -> set[str]:

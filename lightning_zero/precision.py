@@ -131,7 +131,10 @@ class ZeroPrecision(Precision):
         self._after_closure(model, optimizer)
         if skipped:
             return result
-        output = self.scaler.step(optimizer, **kwargs)
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        # Not GradScaler.step: it leaves it to a fused optimizer to look for the overflow.
+        output = self.scaler._maybe_opt_step(optimizer, state, **kwargs)
+        state["stage"] = OptState.STEPPED
         self.scaler.update()
         return output
 

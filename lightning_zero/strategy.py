@@ -1,5 +1,6 @@
 """ZeroStrategy: Lightning's hooks, each a line or two into the engine."""
 
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,7 +25,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Comm
-from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, EngineConfig
+from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, DELAYED_UPDATE_WARM_UP, EngineConfig, OffloadConfig
+from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.precision import ZeroPrecision, translate
 
@@ -61,7 +63,7 @@ class ZeroStrategy(DDPStrategy):
     def __init__(
         self,
         stage: Literal[1, 2, 3] = 2,
-        offload: bool = False,
+        offload: bool | OffloadConfig = False,
         delayed_update: bool | int = False,
         unit_policy: Any = None,
         unit_size_mb: float = DEFAULT_UNIT_SIZE_MB,
@@ -92,8 +94,6 @@ class ZeroStrategy(DDPStrategy):
             start_method=start_method,
         )
         _refuse_unfinished(
-            offload=offload,
-            delayed_update=delayed_update,
             shard_group_size=shard_group_size,
             activation_checkpointing_policy=activation_checkpointing_policy,
             activation_offload=activation_offload,
@@ -112,7 +112,10 @@ class ZeroStrategy(DDPStrategy):
             reduce_dtype=_as_dtype(reduce_dtype),
             read_timeout=read_timeout,
         )
+        self.offload = OffloadConfig() if offload is True else offload or None
+        self.delayed_from = _first_delayed_step(delayed_update, self.offload)
         self.engine: ZeroEngine | None = None
+        self._updater: HostUpdate | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._comm: Comm | None = None
         self._comm_group: Any = None
@@ -178,10 +181,11 @@ class ZeroStrategy(DDPStrategy):
             raise RuntimeError("ZeroStrategy.setup was called without a LightningModule")
         self.engine = None
         if self._shards(fitting):
-            config = replace(self.config, dtypes=plugin.parameter_dtypes(module), wide_sums=self._wide_sums(module))
+            config = self._engine_config(module)
             plugin.convert_buffers(module)
             optimizers = self.optimizers if fitting else []
-            self.engine = ZeroEngine(module, comm, config, optimizers, not module.automatic_optimization)
+            updater = self._make_updater() if fitting else None
+            self.engine = ZeroEngine(module, comm, config, optimizers, not module.automatic_optimization, updater)
             if not self.engine.units:
                 self.model = plugin.convert_module(module)
         if fitting:
@@ -189,6 +193,27 @@ class ZeroStrategy(DDPStrategy):
         plugin.engine = self.engine
         self._buffers = [b for b in module.buffers() if b.numel()] if fitting and comm.world_size > 1 else []
         self._buffers_due = bool(self._buffers)
+
+    def _engine_config(self, module: "pl.LightningModule") -> EngineConfig:
+        host = torch.device("cpu")
+        on_host = self.offload is not None and self.root_device != host
+        delayed = self.delayed_from is not None
+        return replace(
+            self.config,
+            dtypes=replace(self.precision_plugin.parameter_dtypes(module), separate_main=on_host or delayed),
+            main_device=host if on_host else None,
+            wide_sums=self._wide_sums(module),
+        )
+
+    def _make_updater(self) -> HostUpdate | None:
+        if self.offload is None:
+            return None
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = self.offload.num_threads or default_threads(self.num_processes, cores)
+        return HostUpdate(self._delays, threads)
+
+    def _delays(self) -> bool:
+        return self.delayed_from is not None and self._trainer.global_step >= self.delayed_from
 
     def _wide_sums(self, module: "pl.LightningModule") -> bool:
         """Whether reduced 16-bit gradients are added to or scaled before the optimizer sees them."""
@@ -438,9 +463,23 @@ class ZeroStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         for stage in (1, 2, 3):
+            text = f"ZeRO stage {stage} for unchanged LightningModules"
+            strategy_registry.register(f"zero_{stage}", cls, description=text, stage=stage)
             strategy_registry.register(
-                f"zero_{stage}", cls, description=f"ZeRO stage {stage} for unchanged LightningModules", stage=stage
+                f"zero_{stage}_offload", cls, description=f"{text}, stepping on the host", stage=stage, offload=True
             )
+
+
+def _first_delayed_step(delayed_update: bool | int, offload: OffloadConfig | None) -> int | None:
+    if delayed_update is False:
+        return None
+    if offload is None:
+        raise ValueError(f"delayed_update={delayed_update!r} needs offload=True: it is the step on the host that is delayed")
+    if delayed_update is True:
+        return DELAYED_UPDATE_WARM_UP
+    if not isinstance(delayed_update, int) or delayed_update < 0:
+        raise ValueError(f"delayed_update must be a bool or the first delayed step (an int >= 0), got {delayed_update!r}")
+    return delayed_update
 
 
 def _refuse_unfinished(**arguments: Any) -> None:

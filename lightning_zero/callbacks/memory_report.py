@@ -1,18 +1,12 @@
-"""The memory monitor's tables, 80 columns wide, and its explanations."""
+"""The memory monitor's tables and its explanations."""
 
-import io
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from rich.box import ASCII, HORIZONTALS
-from rich.console import Console
-from rich.table import Table
 
 from lightning_zero.callbacks.measurements import BUFFERS, OTHER, Reading
 from lightning_zero.estimate import KINDS, MemoryEstimate, short_bytes
+from lightning_zero.tables import ByteUnit, new_table, render
 
-WIDTH = 80
 TOLERANCE = 0.05
 """Share of the prediction by which a measurement may differ without a word."""
 
@@ -64,10 +58,8 @@ class Forecast:
 def opening_table(forecast: Forecast) -> str:
     """What each rank is going to hold, beside the formula and plain data parallelism."""
     estimates = list(forecast.columns.values())
-    unit = _Unit.for_bytes(max(estimate.total for estimate in estimates))
-    table = _new_table()
-    for header in forecast.columns:
-        table.add_column(header, justify="right")
+    unit = ByteUnit.for_bytes(max(estimate.total for estimate in estimates))
+    table = new_table(*forecast.columns)
     table.add_row("bytes", *(estimate.formula for estimate in estimates))
     table.add_section()
     for kind in KINDS:
@@ -77,7 +69,7 @@ def opening_table(forecast: Forecast) -> str:
     table.add_row("model states", *(unit.show(estimate.total) for estimate in estimates))
     if forecast.predicted.buffers:
         table.add_row(_LABELS[BUFFERS], *_right(estimates, unit.show(forecast.predicted.buffers)))
-    return _text(table, [f"Memory per rank in {unit.name}, predicted: {forecast.setting}", forecast.details])
+    return render(table, [f"Memory per rank in {unit.name}, predicted: {forecast.setting}", forecast.details])
 
 
 def closing_table(
@@ -92,10 +84,8 @@ def closing_table(
     ``resident`` and ``peak`` are by kind, with their ``total``; ``others`` are rows that nothing was predicted for.
     """
     predicted, estimates = forecast.predicted, list(forecast.columns.values())
-    unit = _Unit.for_bytes(max(forecast.plain.total, peak["total"].max))
-    table = _new_table()
-    for header in [*forecast.columns, "resident\nmax", "resident\nmean", "peak\nmax", "peak\nmean"]:
-        table.add_column(header, justify="right")
+    unit = ByteUnit.for_bytes(max(forecast.plain.total, peak["total"].max))
+    table = new_table(*forecast.columns, "resident\nmax", "resident\nmean", "peak\nmax", "peak\nmean")
 
     def measured(*readings: Reading | None) -> list[str]:
         return [cell for r in readings for cell in (["", ""] if r is None else [unit.show(r.max), unit.show(r.mean)])]
@@ -119,7 +109,7 @@ def closing_table(
     if predicted.stage:
         share = peak["total"].max / forecast.plain.total
         notes.insert(0, f"The peak of a rank, buffers included, is {share:.0%} of plain data parallelism.")
-    return _text(table, [title], notes)
+    return render(table, [title], notes)
 
 
 def _right(estimates: list[MemoryEstimate], text: str) -> list[str]:
@@ -147,37 +137,3 @@ def differences(predicted: MemoryEstimate, peak: Mapping[str, Reading]) -> list[
             f"total: {1 - found / expected:.0%} less than predicted: the kinds are not all at their peak at once."
         )
     return lines
-
-
-class _Unit:
-    """One unit for all cells of a table."""
-
-    def __init__(self, name: str, size: float) -> None:
-        self.name, self._size = name, size
-
-    @classmethod
-    def for_bytes(cls, largest: float) -> "_Unit":
-        for name, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-            if largest >= size:
-                return cls(name, size)
-        return cls("kB", 1e3)
-
-    def show(self, nbytes: float) -> str:
-        value = nbytes / self._size
-        return "0" if not value else f"{value:.0f}" if value >= 1000 else f"{value:.2f}"
-
-
-def _new_table() -> Table:
-    unicode = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
-    table = Table(box=HORIZONTALS if unicode else ASCII, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    table.add_column("", no_wrap=True)
-    return table
-
-
-def _text(table: Table, titles: Iterable[str], notes: Iterable[str] = ()) -> str:
-    # Into a string: a progress bar on the screen needs to print it itself.
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
-    for part in (*titles, table, *notes):
-        console.print(part)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())

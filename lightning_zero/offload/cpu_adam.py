@@ -107,7 +107,7 @@ class CPUAdam(Optimizer):
                 loss = closure()
         index = 0
         for group in self.param_groups:
-            options = _options(group)
+            options = options_of(group)
             for param in group["params"]:
                 if param.grad is not None:
                     self._step_param(param, param.grad, index, group["amsgrad"], options)
@@ -141,7 +141,8 @@ class CPUAdam(Optimizer):
         state["step"] += 1
 
 
-def _options(group: dict[str, Any]) -> AdamOptions:
+def options_of(group: dict[str, Any]) -> AdamOptions:
+    """The settings of a param group of CPUAdam or of torch's Adam and AdamW."""
     beta1, beta2 = group["betas"]
     return AdamOptions(
         lr=float(group["lr"]),

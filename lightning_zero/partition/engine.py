@@ -16,7 +16,7 @@ from lightning_zero.partition import clipping, handle, hooks
 from lightning_zero.partition.gradients import GradientDtypes, GradientSync, UnitGradients
 from lightning_zero.partition.grouping import check_modules, group_parameters
 from lightning_zero.partition.memory import BufferPool, Ledger
-from lightning_zero.partition.optimizer import OptimizerBinding, check_supported, state_bytes
+from lightning_zero.partition.optimizer import OptimizerBinding, Updater, check_supported, state_bytes
 from lightning_zero.partition.schedule import Schedule
 from lightning_zero.partition.unit import ShardedBuffer, State, Unit, in_memory_order
 
@@ -38,6 +38,7 @@ class ZeroEngine:
         config: EngineConfig,
         optimizers: Iterable[Optimizer] = (),
         watch_backward: bool = False,
+        updater: Updater | None = None,
     ) -> None:
         self.module = module
         self.config = config
@@ -57,6 +58,7 @@ class ZeroEngine:
         self._phase_reduces = True
         self._phase = 0
         self._kind = ""
+        self._hides_whole = config.dtypes.separate_main
         self._keep_state = True
         self.closed = False
         self.optimizers = optimizers = list(optimizers)
@@ -75,7 +77,7 @@ class ZeroEngine:
             self._handles += hooks.hook_modules(unit, self)
         self._sync = self._make_sync()
         if self.units:
-            self._bindings = [OptimizerBinding(optimizer, self) for optimizer in optimizers]
+            self._bindings = [OptimizerBinding(optimizer, self, updater) for optimizer in optimizers]
 
     @property
     def rank(self) -> int:
@@ -98,7 +100,7 @@ class ZeroEngine:
                     continue  # nothing to shard in tensors without elements
                 unit = Unit(
                     len(self.units), group.name or "the module", group.modules, pairs, self._comm, self._pool, self.ledger,
-                    self._access, whole, compute, master, dtypes.shows_main,
+                    self._access, whole, compute, master, dtypes.shows_main, self.config.main_device,
                 )  # fmt: skip
                 self.units.append(unit)
                 self._handles += hooks.hook_readers(unit, group.readers, self)
@@ -143,6 +145,8 @@ class ZeroEngine:
         self.settle()
         if kind == "train":
             self._look_for_unfrozen()
+        else:
+            self.drain()
         self._kind, self._phase, self._in_step = kind, 0, True
         self._phase_reduces = self._sync.enabled
         self._open_phase()
@@ -307,7 +311,9 @@ class ZeroEngine:
             self._schedule.want(unit)
             unit.finished_modules.clear()
             unit.unsharded_in_backward = _in_backward()
-        elif unit.face.is_whole:
+            return
+        self.drain()
+        if unit.face.is_whole:
             unit.face.unshard()
         elif unit.face.state is not State.UNSHARDED:
             self._unshard_outside(unit, unit.face, f"the parameters of {unit.name!r}")
@@ -317,8 +323,20 @@ class ZeroEngine:
         """Whether this is inside a step (or between its forward and its backward)."""
         return self._schedule.active or self._in_step
 
+    def drain(self) -> None:
+        """Finish delayed updates: somebody is going to look at parameters or optimizer state. All ranks call it."""
+        pending = [binding for binding in self._bindings if binding.is_pending]
+        if not pending:
+            return
+        self._comm.exchange("finishing a delayed update", timeout=self.config.read_timeout)
+        for binding in pending:
+            units = binding.take_pending()
+            self.after_update([units[index] for index in sorted(units)])
+
     def _access(self, buffer: ShardedBuffer, tensor: Tensor) -> None:
         """A handle is read."""
+        if not self._computes:
+            self.drain()
         located = self._where.get(id(tensor))
         if located is not None:
             unit, index = located
@@ -357,7 +375,7 @@ class ZeroEngine:
             if unit.buffer.state is State.UNSHARDED:
                 if not unit.buffer.is_whole:
                     self._reshard(unit)
-                elif unit.has_two_faces:
+                elif unit.has_two_faces or self._hides_whole:
                     unit.keep_edits()
                     unit.buffer.hide()
 
@@ -413,14 +431,11 @@ class ZeroEngine:
             self._reshard_all()  # edits made between backward and the update come first
 
     def after_update(self, units: list[Unit]) -> None:
-        """Called when the main shards of ``units`` have new values; they start on their way to the other ranks."""
+        """Called when the shards of ``units`` have new values; they start on their way to the other ranks."""
         for unit in units:
-            unit.publish()
+            unit.buffer.reshard()  # and wait for a gather of the last update that this rank had no use for
             if unit.buffer.is_whole:
-                unit.buffer.detach()
                 unit.buffer.unshard_async()
-            else:
-                unit.buffer.reshard()
         # State comes with a parameter's first update, and does not grow from then on.
         if sum(len(o.state) for o in self.optimizers) != self._states_counted:
             self._count_optimizer_state()
@@ -464,9 +479,10 @@ class ZeroEngine:
 
     def masters(self, keep: bool) -> dict[str, Tensor]:
         """Whole master weights, by name, that the module's state dict does not show; empty unless ``keep``."""
+        self.drain()
         whole: dict[str, Tensor] = {}
         for unit in self.units:
-            if unit.master is not None and not unit.has_two_faces:
+            if unit.master is not None and unit.master.dtype != unit.dtype and not unit.has_two_faces:
                 ranges = [unit.layout.local_range(i, self.rank).slice() for i in range(len(unit.tensors))]
                 pieces = {i: unit.master[local] for i, local in enumerate(ranges)}
                 tensors = self.full_from_shards(unit, pieces, unit.master.dtype)
@@ -505,6 +521,7 @@ class ZeroEngine:
     @contextmanager
     def full_parameters(self, module: nn.Module, write_back: bool) -> Iterator[None]:
         """Whole plain parameters of ``module`` for a block of code; edits are kept only with ``write_back``."""
+        self.drain()
         self.settle()
         inside = {id(p) for p in module.parameters()}
         units = [u for u in self.units if not inside.isdisjoint(map(id, u.tensors))]
@@ -524,6 +541,7 @@ class ZeroEngine:
         All ranks call it; on those that do not ``keep``, parameters stay what they are.
         """
         self._comm.exchange("collecting the module's weights", timeout=self.config.read_timeout)
+        self.drain()
         self.settle()
         whole = dict(state)
         keys: dict[int, list[tuple[str, int]]] = {}
@@ -592,8 +610,9 @@ class ZeroEngine:
             return
         self.closed = True
         self.abandon()
-        if timeout is not None and not self.config.residence.whole_parameters:
+        if timeout is not None:
             self._comm.exchange("ending after an exception", [len(self.units)], timeout=timeout)
+        self.drain()
         self.settle()
         self._sync.close()
         for unit in self.units:

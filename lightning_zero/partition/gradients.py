@@ -70,12 +70,11 @@ class UnitGradients:
         self.shard = torch.empty(0, dtype=self.dtypes.reduced, device=device)
         if whole:
             self._flat = self._home = allocate(self.layout, dtypes.local, device)
-            self._home.flat.zero_()
             ledger.add("gradients", self._home.nbytes)
         # A channel of its own: a gradient may be read while the unit's parameters are under way.
         self.buffer = ShardedBuffer(
             f"the gradients of {unit.name}", self.layout, list(self.handles), self.shard, comm, pool,
-            2 * unit.index + 1, on_access, unit.face.dtype,
+            2 * unit.index + 1, on_access, unit.face.dtype, device,
         )  # fmt: skip
         self.buffer.state = State.UNSHARDED
         self.buffer.detach()

@@ -61,7 +61,7 @@ class BufferPool:
         self._idle: list[tuple[FlatLayout, FlatViews]] = []
 
     def take(self, layout: FlatLayout, dtype: torch.dtype) -> FlatViews:
-        """A buffer of undefined content."""
+        """A buffer of undefined content, but for its padding, which is zero."""
         for index, (idle_layout, buffer) in enumerate(self._idle):
             if buffer.flat.dtype == dtype and (idle_layout is layout or idle_layout == layout):
                 del self._idle[index]
@@ -89,5 +89,6 @@ class BufferPool:
 def allocate(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatViews:
     """A new buffer outside inference mode: views of one made inside could not be trained later."""
     with torch.inference_mode(False), torch.no_grad():
-        flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
+        # Zeros, for the padding: nobody writes there, but kernels and comparisons run over it.
+        flat = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
         return FlatViews(flat, [slot.view_of(flat) for slot in layout.slots], flat.untyped_storage()._cdata)

@@ -8,7 +8,10 @@ shards. Element-wise optimizers cannot tell the difference. ``state_dict`` and `
 tensors, in torch's own layout.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,6 +47,8 @@ class Host(Protocol):
     def closed(self) -> bool: ...
 
     def locate(self, parameter: nn.Parameter) -> "tuple[Unit, UnitGradients | None, int] | None": ...
+
+    def drain(self) -> None: ...
 
     def before_update(self) -> None: ...
 
@@ -169,10 +174,52 @@ def _is_moment(value: Any, shape: torch.Size | None) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and (shape is None or value.shape == shape)
 
 
+@dataclass
+class UpdateItem:
+    """One parameter's shard with what its update needs; all tensors are 1-D of one length."""
+
+    unit: Unit
+    index: int
+    start: int
+    """Where it lies in the unit's main shard."""
+    shard: nn.Parameter
+    grad: Tensor
+    copy: Tensor | None
+    """The 16-bit model weights that the new values are to be rounded to; None where that happens later."""
+    state: dict[str, Any]
+
+
+@dataclass
+class UpdateGroup:
+    """One param group: settings as they are now, and its shards that have a gradient."""
+
+    settings: dict[str, Any]
+    items: list[UpdateItem]
+
+
+class Updater(Protocol):
+    """Who carries out updates in the optimizer's place."""
+
+    def run(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> Future | None: ...
+
+    def close(self) -> None: ...
+
+
+def stand_in(optimizer: Optimizer, groups: list[UpdateGroup]) -> Optimizer:
+    """An optimizer of the same class whose step updates the given shards with the given settings."""
+    other = _probe(optimizer, {}, [])
+    for group in groups:
+        for item in group.items:
+            item.shard.grad = item.grad
+    other.param_groups = [{**group.settings, "params": [item.shard for item in group.items]} for group in groups]
+    other.state = defaultdict(dict, {item.shard: item.state for group in groups for item in group.items})
+    return other
+
+
 class OptimizerBinding:
     """Lets one optimizer update shards. See [Note: an optimizer keeps the module's own parameters]."""
 
-    def __init__(self, optimizer: Optimizer, host: Host) -> None:
+    def __init__(self, optimizer: Optimizer, host: Host, updater: "Updater | None" = None) -> None:
         self.optimizer = optimizer
         self._host = host
         self._originals: list[list[nn.Parameter]] | None = None
@@ -180,6 +227,9 @@ class OptimizerBinding:
         self._units: dict[int, Unit] = {}
         self._depth = 0
         self._released = False
+        self._updater = updater
+        self._pending: tuple[Future, dict[int, Unit]] | None = None
+        self._finished: dict[int, Unit] = {}
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             previous = getattr(hook, "__self__", None)
             if isinstance(previous, OptimizerBinding):
@@ -245,13 +295,61 @@ class OptimizerBinding:
                 f"{type(optimizer).__qualname__}.step did not call its closure, so there are no gradients to step with."
             )
         self._restore()
-        self._host.after_update([self._units[index] for index in sorted(self._units)])
+        units, self._finished = self._finished, {}
+        if self._pending is None:
+            for unit in self._units.values():
+                unit.publish()
+            units |= self._units
+        self._host.after_update([units[index] for index in sorted(units)])
+
+    def take_pending(self) -> dict[int, Unit]:
+        """Wait for a delayed update; the units, by index, whose shards have new values for the other ranks."""
+        if self._pending is None:
+            return {}
+        (future, units), self._pending = self._pending, None
+        future.result()
+        for unit in units.values():
+            unit.updating = False
+            unit.publish()
+        return units
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a delayed update has not been published."""
+        return self._pending is not None
+
+    def _hand_over(self, updater: Updater) -> None:
+        """Let the updater update the shards. The step that torch runs after this finds its groups empty."""
+        parameter_of = {id(shard): parameter for parameter, shard in self._swapped}
+        groups = []
+        for group in self.optimizer.param_groups:
+            update = UpdateGroup({k: _copy(v) for k, v in group.items() if k != "params"}, [])
+            for shard in group["params"]:
+                parameter = parameter_of[id(shard)]
+                unit, _, index = self._host.locate(parameter)  # type: ignore[misc]
+                state = self.optimizer.state[parameter] = self.optimizer.state.pop(shard, {})
+                start = unit.layout.local_range(index, self._host.rank).start
+                copy = None if unit.master is None else unit.buffer.shard[start : start + shard.numel()]
+                copy = copy if copy is not None and copy.dtype.itemsize == 2 and copy.device == shard.device else None
+                update.items.append(UpdateItem(unit, index, start, shard, shard.grad, copy, state))
+                shard.grad = None
+            groups.append(update)
+            group["params"] = []
+        self._swapped = []
+        future = updater.run(self.optimizer, groups)
+        if future is not None:
+            self._pending = (future, self._units)
+            for unit in self._units.values():
+                unit.updating = True
 
     def _swap(self, closure: Callable[[], Any] | None = None) -> Any:
         try:
             loss = None if closure is None else closure()
             self._host.before_update()
+            self._finished = self.take_pending()
             self._enter(lambda unit, gradients, index: gradients.local(index) if gradients is not None else None)
+            if self._updater is not None:
+                self._hand_over(self._updater)
         except BaseException:
             self._depth = 0  # torch runs no post hooks
             raise
@@ -266,6 +364,8 @@ class OptimizerBinding:
             self._originals.append(group["params"])
             shards = []
             for parameter in group["params"]:
+                if not parameter.numel():
+                    continue  # nothing of it is sharded, and nothing changes
                 located = self._host.locate(parameter)
                 if located is None:
                     raise RuntimeError(
@@ -280,7 +380,7 @@ class OptimizerBinding:
                 shard = unit.shards[index]
                 if shard is None:
                     continue
-                shard.grad = gradient.to(shard.dtype)
+                shard.grad = gradient.to(shard.device, shard.dtype)
                 if parameter in state:
                     state[shard] = state.pop(parameter)
                 self._swapped.append((parameter, shard))
@@ -332,6 +432,7 @@ class OptimizerBinding:
 
     def whole_state(self, keep: bool = True) -> dict[int, dict[str, Any]]:
         """State by parameter index with whole tensors; all ranks call it, those that do not ``keep`` get an empty dict."""
+        self._host.drain()
         mine: dict[int, dict[str, Any]] = {}
         parameters = list(self._parameters())
         for index, parameter in enumerate(parameters):

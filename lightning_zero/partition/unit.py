@@ -39,6 +39,7 @@ class ShardedBuffer:
         channel: int,
         on_access: Callable[["ShardedBuffer", Tensor], None],
         dtype: torch.dtype,
+        device: torch.device,
         whole: FlatViews | None = None,
     ) -> None:
         self.name = name
@@ -54,7 +55,7 @@ class ShardedBuffer:
         self._whole = whole is not None
         self.dtype = dtype
         self._resting_dtype = tensors[0].dtype
-        self._device = shard.device
+        self._device = device
         self._classes = [type(t) for t in tensors]
         self._work: Work | None = None
         for tensor in tensors:
@@ -146,7 +147,7 @@ class ShardedBuffer:
         """
         if self.state is not State.UNSHARDED or self.buffer is None:
             return False
-        changed = self._relink()
+        changed = self._relink(self.buffer)
         if self._whole:
             return changed
         own = self.own_slice(self.buffer.flat)
@@ -167,27 +168,44 @@ class ShardedBuffer:
             self._pool.give(self.layout, self.buffer)
         self.buffer = None
 
-    def _relink(self) -> bool:
-        changed = False
-        for tensor, view in zip(self.tensors, self.buffer.views, strict=True):  # type: ignore[union-attr]
-            if tensor.data_ptr() != view.data_ptr() and tensor.numel():
-                if tensor.shape != view.shape:
-                    raise ValueError(
-                        f"A tensor of {self.name} was rebound from shape {tuple(view.shape)} to {tuple(tensor.shape)}."
-                        " A sharded parameter keeps its shape until the Trainer is done."
-                    )
-                view.copy_(tensor.data)
+    def _relink(self, buffer: FlatViews) -> bool:
+        """Copy in what the user has bound to ``.data``; whether there was any."""
+        rebound = {
+            i: tensor.data
+            for i, (tensor, view) in enumerate(zip(self.tensors, buffer.views, strict=True))
+            if tensor.numel() and tensor.data_ptr() != view.data_ptr()
+        }
+        for i, value in rebound.items():
+            view = buffer.views[i]
+            if value.shape != view.shape or value.dtype != view.dtype:
+                raise ValueError(
+                    f"A tensor of {self.name} was rebound from {view.dtype} of shape {tuple(view.shape)} to {value.dtype} of"
+                    f" shape {tuple(value.shape)}. A sharded tensor keeps its shape and dtype until the Trainer is done."
+                )
+        if rebound:
+            # The user may have kept the old bytes to put them back later: they stay as they are, we move.
+            self.buffer = moved = self._take()
+            moved.flat.copy_(buffer.flat)
+            for i, value in rebound.items():
+                moved.views[i].copy_(value)
+            for tensor, view in zip(self.tensors, moved.views, strict=True):
                 tensor.data = view
-                changed = True
-        return changed
+            if self._whole:
+                self.shard = self.own_slice(moved.flat)
+            else:
+                self._pool.give(self.layout, buffer)
+        return bool(rebound)
+
+    def _take(self) -> FlatViews:
+        return allocate(self.layout, self.dtype, self._device) if self._whole else self._pool.take(self.layout, self.dtype)
 
     def _launch(self) -> None:
         if self.buffer is None:
-            self.buffer = self._pool.take(self.layout, self.dtype)
+            self.buffer = self._take()
         self._work = self._comm.all_gather(self.buffer.flat, self._shard_to_send(), self._channel)
 
     def _shard_to_send(self) -> Tensor:
-        return self.shard if self.shard.dtype == self.dtype else self.shard.to(self.dtype)
+        return self.shard.to(self._device, self.dtype)
 
     def _wait(self) -> None:
         if self._work is None:
@@ -206,13 +224,14 @@ def write_changes(values: Tensor, shard: Tensor) -> bool:
 
     An element of a wider shard keeps its extra bits unless its rounded value changed.
     """
-    rounded = shard if shard.dtype == values.dtype else shard.to(values.dtype)
+    rounded = shard.to(values.device, values.dtype)
     if torch.equal(values, rounded):
         return False
-    if rounded is shard:
+    if shard.dtype == values.dtype:
         shard.copy_(values)
     else:
-        shard.copy_(torch.where(values != rounded, values.to(shard.dtype), shard))
+        changed = (values != rounded).to(shard.device)
+        shard.copy_(torch.where(changed, values.to(shard), shard))
     return True
 
 
@@ -238,6 +257,7 @@ class Unit:
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype | None,
         shows_main: bool,
+        main_device: torch.device | None,
     ) -> None:
         self.index = index
         self.name = name
@@ -247,6 +267,10 @@ class Unit:
         self.pending_backward = 0
         """Forwards of a frozen unit whose backward is still to come."""
         self.unsharded_in_backward = False
+        self.published = False
+        """The update has written the model weights' shard as well."""
+        self.updating = False
+        """An update of the main shard is under way or has not been published: it is ahead of the buffer."""
         self.names = [n for n, _ in named_parameters]
         self.tensors: list[nn.Parameter] = [p for _, p in named_parameters]
         first = self.tensors[0]
@@ -259,12 +283,11 @@ class Unit:
         )
         with torch.inference_mode(False), torch.no_grad():
             flat = allocate(self.layout, self.dtype, first.device)
-            flat.flat.zero_()
             for view, parameter in zip(flat.views, self.tensors, strict=True):
                 view.copy_(parameter.data)
             own = flat.flat.narrow(0, comm.rank * self.layout.shard_numel, self.layout.shard_numel)
             shard = own if whole else own.clone()
-            self.master = None if master_dtype is None else shard.to(master_dtype, copy=True)
+            self.master = None if master_dtype is None else shard.to(main_device, master_dtype, copy=True)
             if self.master is not None:
                 # From the parameters themselves: they may have more bits than the compute dtype.
                 for i, parameter in enumerate(self.tensors):
@@ -275,12 +298,14 @@ class Unit:
                 parameter.data = view
         tensors: list[Tensor] = list(self.tensors)
         self.buffer = ShardedBuffer(
-            name, self.layout, tensors, shard, comm, pool, 2 * index, on_access, self.dtype, flat if whole else None
+            name, self.layout, tensors, shard, comm, pool, 2 * index, on_access, self.dtype, first.device,
+            flat if whole else None,
         )
         self.face = self.buffer
         if self.master is not None and shows_main:
             self.face = ShardedBuffer(
-                name, self.layout, tensors, self.master, comm, pool, 2 * index, on_access, self.master.dtype
+                name, self.layout, tensors, self.master, comm, pool, 2 * index, on_access, self.master.dtype,
+                first.device,
             )
         ledger.add("parameters", flat.nbytes if whole else shard.numel() * shard.element_size())
         if self.master is not None:
@@ -290,7 +315,8 @@ class Unit:
             self.buffer.detach()
         elif self.has_two_faces:
             self.buffer.hide()
-        self.shards = [self._shard_of(i, comm.rank) for i in range(len(self.tensors))]
+        self._rank = comm.rank
+        self.shards = [self._shard_of(i) for i in range(len(self.tensors))]
 
     def __repr__(self) -> str:
         return f"Unit({self.index}: {self.name}, {self.buffer.state.name})"
@@ -300,9 +326,9 @@ class Unit:
         """The shard that the optimizer updates: the master weights, or the parameter shard where it is its own."""
         return self.buffer.shard if self.master is None else self.master
 
-    def _shard_of(self, index: int, rank: int) -> nn.Parameter | None:
+    def _shard_of(self, index: int) -> nn.Parameter | None:
         """The optimizer's view of a parameter: a 1-D slice of the main shard, or None where this rank owns nothing."""
-        local = self.layout.local_range(index, rank)
+        local = self.layout.local_range(index, self._rank)
         if not local.numel:
             return None
         with torch.inference_mode(False):
@@ -315,8 +341,9 @@ class Unit:
 
     def publish(self) -> None:
         """After a step: the model weights' shard takes the master's new values."""
-        if self.master is not None:
+        if self.master is not None and not self.published:
             self.buffer.shard.copy_(self.master)
+        self.published = False
 
     def checksum(self) -> int:
         """A number that is the same on ranks that see the same bits in the unsharded parameters."""
@@ -329,7 +356,18 @@ class Unit:
     def keep_edits(self) -> None:
         """Let edits made inside a step reach the shard and, where they changed it, the master."""
         changed = self.buffer.keep_edits()
-        if self.master is not None and (changed or self.buffer.is_whole):
+        if changed and self.master is None:
+            for index, shard in enumerate(self.shards):  # the main shard may have moved
+                if shard is not None:
+                    shard.data = self.main[self.layout.local_range(index, self._rank).slice()]
+        if self.updating:
+            if changed:
+                raise RuntimeError(
+                    f"Parameters of {self.name!r} ({', '.join(self.names[:3])}, ...) were edited inside a step while their"
+                    " delayed update was under way. Edit them outside of steps (hooks, callbacks), or do without"
+                    " delayed_update."
+                )
+        elif self.master is not None and (changed or self.buffer.is_whole):
             write_changes(self.buffer.shard, self.master)
 
     def keep_outside_edits(self) -> None:

@@ -1,8 +1,9 @@
-"""Choosing the instruction set inside one process."""
+"""Choosing the instruction set inside one process, and keeping torch's threads out of the way."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from lightning_zero.ops import native_isa
 
@@ -14,6 +15,15 @@ def choose_isa_anew() -> Iterator[None]:
     native_isa.cache_clear()
     yield
     native_isa.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """On busy cores the references would spend the time waiting for each other's threads, at every tiny tensor."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ class Stream(IterableDataset):
 
     def __init__(self, length: int) -> None:
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self.samples = torch.randn(length, WIDTH, generator=generator)
+        self.samples = torch.randn(length, 1, WIDTH, generator=generator)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.samples)

@@ -85,7 +85,7 @@ class Tied(Case):
 
     def forward(self, batch: Tensor) -> Tensor:
         x = self.alias(self.encoder(self.embedding(tokens(batch))))
-        return self.decoder["b"](self.decoder["a"](x)) + self.encoder[0](x).sum()
+        return self.decoder["b"](self.decoder["a"](x)) + self.encoder[0](x).mean()
 
     def still_tied(self) -> bool:
         return (

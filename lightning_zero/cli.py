@@ -1,0 +1,155 @@
+"""The console script ``lightning-zero``: what a model will need, and whether this machine is ready."""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lightning_zero import doctor
+from lightning_zero.estimate import KINDS, SIZES, MemoryEstimate, estimate_memory, short_count
+from lightning_zero.tables import ByteUnit, new_table, render
+
+_LETTERS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    parser = _make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command == "doctor":
+        return doctor.run()
+    try:
+        print(_estimate(arguments))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+def parse_count(text: str) -> int:
+    """Read a number of parameters such as ``7.5B``, ``350M`` or ``1e9``.
+
+    >>> parse_count("7.5B"), parse_count("350m"), parse_count("1_000")
+    (7500000000, 350000000, 1000)
+    """
+    letter = text[-1:].upper() if text[-1:].isalpha() else ""
+    try:
+        count = float(text[: len(text) - len(letter)]) * _LETTERS[letter]
+    except (KeyError, ValueError):
+        raise ValueError(f"{text!r} is not a number of parameters such as 7.5B, 350M or 1e9") from None
+    if not 1 <= count < float("inf"):
+        raise ValueError(f"the number of parameters must be at least 1 and finite, got {text!r}")
+    return round(count)
+
+
+def build_on_meta(path: str, init_args: str = "{}") -> nn.Module:
+    """Call what ``package.module:Class`` names, with keyword arguments given as JSON, without allocating anything."""
+    module_name, _, attribute = path.partition(":")
+    sys.path.insert(0, os.getcwd())  # a console script does not look there by itself
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot import {attribute!r} from {module_name!r}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    try:
+        kwargs = json.loads(init_args)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--init-args must be a JSON object, got {init_args!r}: {error}") from error
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"--init-args must be a JSON object, got {init_args!r}")
+    try:
+        with torch.device("meta"):
+            module = factory(**kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"{path} could not be built on the meta device with the arguments {kwargs}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{path} must give a torch.nn.Module, got {type(module).__qualname__}")
+    return module
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-zero", description="ZeRO for unchanged LightningModules.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    estimate = commands.add_parser(
+        "estimate",
+        help="bytes of model states on each rank, by stage",
+        description="Bytes of model states on each rank, by stage; 0 is plain data parallelism.",
+    )
+    estimate.add_argument(
+        "model", help="a number of parameters (7.5B), or package.module:Class, built on the meta device"
+    )
+    estimate.add_argument("--ranks", type=int, nargs="+", default=[8], help="numbers of ranks (default: 8)")
+    estimate.add_argument(
+        "--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=(0, 1, 2, 3), help="(default: all)"
+    )
+    estimate.add_argument("--precision", default="bf16-mixed", choices=list(SIZES), help="(default: bf16-mixed)")
+    estimate.add_argument(
+        "--optimizer-states", type=float, default=2, metavar="K",
+        help="numbers of state per parameter: 2 for Adam (default), 1 for SGD with momentum, 0 for SGD",
+    )  # fmt: skip
+    estimate.add_argument(
+        "--offload", action="store_true", help="gradients, masters and optimizer state in host memory"
+    )
+    estimate.add_argument("--largest-unit", type=parse_count, metavar="N", help="parameters in the largest unit")
+    estimate.add_argument("--init-args", default="{}", metavar="JSON", help="keyword arguments for the class")
+    commands.add_parser(
+        "doctor",
+        help="whether this machine is ready",
+        description="Versions, backends, kernels, threads and memory. The exit code is 1 if anything keeps training from"
+        " working.",
+    )
+    return parser
+
+
+def _estimate(arguments: argparse.Namespace) -> str:
+    named = ":" in arguments.model
+    model = build_on_meta(arguments.model, arguments.init_args) if named else parse_count(arguments.model)
+    tables = []
+    for ranks in arguments.ranks:
+        estimates = [
+            estimate_memory(
+                model,
+                ranks,
+                stage,
+                offload=arguments.offload and stage > 0,
+                precision=arguments.precision,
+                optimizer_multiplier=arguments.optimizer_states,
+                largest_unit=arguments.largest_unit,
+            )
+            for stage in arguments.stage
+        ]
+        tables.append(_table(estimates, arguments.offload))
+    return "\n\n".join(tables)
+
+
+def _table(estimates: list[MemoryEstimate], offload: bool) -> str:
+    """One column per stage."""
+    first = estimates[0]
+    unit = ByteUnit.for_bytes(max(estimate.total for estimate in estimates))
+    table = new_table(*(f"stage {estimate.stage}" if estimate.stage else "plain DP" for estimate in estimates))
+    table.add_row("bytes", *(estimate.formula for estimate in estimates))
+
+    def add(label: str, attribute: str) -> None:
+        values = [getattr(estimate, attribute) for estimate in estimates]
+        if any(values):
+            table.add_row(label, *map(unit.show, values))
+
+    table.add_section()
+    for kind in KINDS:
+        add(kind, kind)
+    table.add_section()
+    add("model states", "total")
+    if offload:
+        add("on the host", "host")
+        add("on the device", "device")
+    add("buffers", "buffers")
+    ranks = "1 rank" if first.world_size == 1 else f"{first.world_size} ranks"
+    count = short_count(first.num_parameters)
+    return render(table, [f"Memory per rank in {unit.name}: {count} parameters, {ranks}, {first.precision}"])

@@ -1,0 +1,160 @@
+"""The console script: what it prints, what it refuses, and its exit codes."""
+
+import doctest
+import importlib.metadata
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import cli, doctor, ops
+from lightning_zero.ops._native import ISA_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+
+
+class Enormous(nn.Module):
+    """Four terabytes, were it allocated."""
+
+    def __init__(self, width: int = 10**6) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width, bias=False)
+
+
+def not_a_module() -> int:
+    return 1
+
+
+@pytest.fixture(autouse=True)
+def fresh_choice_of_isa() -> Iterator[None]:
+    ops.native_isa.cache_clear()
+    yield
+    ops.native_isa.cache_clear()
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The rows of a table by their label."""
+    cells = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
+    return {row[0]: row[1:] for row in cells if len(row) > 1}
+
+
+def test_docstrings_say_what_happens() -> None:
+    assert doctest.testmod(cli) == (0, 1)
+
+
+def test_estimate_prints_the_table_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", "7.5B", "--ranks", "64", "--precision", "16-mixed"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Memory per rank in GB: 7.5B parameters, 64 ranks, 16-mixed\n")
+    assert max(map(len, text.splitlines())) <= 80
+    assert rows(text)["model states"] == ["120.00", "31.41", "16.64", "1.88"]
+    assert rows(text)["bytes"] == ["16P", "4P + 12P/N", "2P + 14P/N", "16P/N"]
+
+
+def test_estimate_of_several_rank_counts_and_chosen_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["estimate", "1B", "--ranks", "4", "8", "--stage", "3", "--precision", "32-true"])
+    four, eight = capsys.readouterr().out.split("\n\n")
+    assert rows(four)["model states"] == ["4.00"]
+    assert rows(eight)["model states"] == ["2.00"]
+
+
+def test_estimate_with_offload_says_where_things_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["estimate", "1B", "--ranks", "4", "--stage", "0", "2", "--offload"])
+    table = rows(capsys.readouterr().out)
+    assert table["on the host"] == ["0", "3.50"]
+    assert table["on the device"] == ["16.00", "2.00"]
+
+
+def test_a_module_is_built_without_allocating(capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"{__name__}:Enormous"
+    cli.main(["estimate", path, "--ranks", "1000", "--precision", "32-true", "--optimizer-states", "0"])
+    assert rows(capsys.readouterr().out)["model states"] == ["8.00", "8.00", "4.00", "0.01"]
+    cli.main(["estimate", path, "--init-args", '{"width": 1000}'])
+    assert "1M parameters" in capsys.readouterr().out
+    assert cli.build_on_meta(path).layer.weight.device == torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lots"], "'lots' is not a number of parameters such as 7.5B, 350M or 1e9"),
+        (["7.5X"], "'7.5X' is not a number of parameters"),
+        (["0"], "must be at least 1 and finite, got '0'"),
+        (["inf"], "is not a number of parameters|must be at least 1 and finite"),
+        (["no_such_package:Model"], "cannot import 'Model' from 'no_such_package': No module named"),
+        (["torch.nn:NoSuchClass"], "cannot import 'NoSuchClass' from 'torch.nn'"),
+        (["torch.nn:Linear"], r"torch.nn:Linear could not be built .*TypeError: .*in_features"),
+        ([f"{__name__}:not_a_module"], "must give a torch.nn.Module, got int"),
+        (["torch.nn:Linear", "--init-args", "{"], "--init-args must be a JSON object, got '{'"),
+        (["torch.nn:Linear", "--init-args", "[1]"], r"--init-args must be a JSON object, got '\[1\]'"),
+        (["1B", "--ranks", "0"], "world_size must be an integer of at least 1, got 0"),
+        (["1B", "--precision", "8-bit"], "invalid choice: '8-bit'"),
+        (["1B", "--stage", "4"], "invalid choice: 4"),
+    ],
+)
+def test_bad_input_ends_with_a_message_and_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as info:
+        cli.main(["estimate", *arguments])
+    assert info.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_doctor_finds_no_problem_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    table = rows(text)
+    assert table["torch"] == [importlib.metadata.version("torch")]
+    assert "gloo" in table["backends"][0]
+    assert table["threads"][0].startswith(f"{torch.get_num_threads()} used by torch")
+    isas = ops.available_isas()
+    assert table["CPU kernels"][0].startswith(isas[0] if isas else "not built")
+    assert text.splitlines()[-1] == "No problem found."
+
+
+def test_doctor_names_an_old_and_a_missing_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.metadata.version
+
+    def version(package: str) -> str:
+        if package == "rich":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "2.4.1" if package == "torch" else real(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert cli.main(["doctor"]) == 1
+    problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM")]
+    assert problems == [
+        "PROBLEM: torch 2.6 or newer is needed: pip install 'torch>=2.6'",
+        "PROBLEM: rich 12.3 or newer is needed: pip install 'rich>=12.3'",
+    ]
+
+
+def test_doctor_names_an_instruction_set_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "abacus")
+    assert cli.main(["doctor"]) == 1
+    assert f"PROBLEM: {ISA_VARIABLE}='abacus' is not available here" in capsys.readouterr().out
+
+
+def test_doctor_knows_the_versions_that_the_package_declares() -> None:
+    declared = re.search(r"\ndependencies = \[\n(.*?)\n\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
+    assert declared is not None
+    assert dict(re.findall(r'"(\w+)>=([\d.]+)"', declared[1])) == doctor.REQUIRED
+
+
+def test_the_package_runs_as_a_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-zero", "estimate", "1B"])
+    with pytest.raises(SystemExit) as info:
+        runpy.run_module("lightning_zero", run_name="__main__")
+    assert info.value.code == 0
+    assert "1B parameters, 8 ranks, bf16-mixed" in capsys.readouterr().out
+    assert 'lightning-zero = "lightning_zero.cli:main"' in (ROOT / "pyproject.toml").read_text()
