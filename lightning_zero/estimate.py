@@ -48,7 +48,9 @@ class FlatPart:
     """The parameters of one flat buffer."""
 
     numel: int
+    """Elements of parameters."""
     padded_numel: int
+    """Elements of the buffer."""
     sizes: ItemSizes
     trainable: bool = True
     held: bool = False
@@ -173,7 +175,8 @@ def estimate_memory(
         buffers = _buffers(parts, passing, prefetch)
     else:
         buffers = _under_way(FlatPart(largest_unit, largest_unit, sizes), passing, prefetch)
-    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, offload)
+    on_host = ("gradients", "master", "optimizer") if offload else ()
+    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, on_host)
 
 
 def estimate_engine(engine: ZeroEngine, world_size: int, precision: str, plain: bool = False) -> MemoryEstimate:
@@ -185,9 +188,12 @@ def estimate_engine(engine: ZeroEngine, world_size: int, precision: str, plain: 
         # At one rank there is nothing to shard.
         return estimate_plain(engine.module, engine.optimizers, world_size, precision)
     stage = 0 if plain else engine.config.stage
-    parts = [_part_of_unit(engine, unit) for unit in engine.units]
+    parts = [_part_of_unit(engine, unit, plain) for unit in engine.units]
     buffers = _buffers(parts, stage, engine.config.prefetch)
-    return _estimate(parts, world_size, stage, precision, optimizer_states(engine.optimizers), buffers)
+    host = engine.config.main_device
+    offloaded = stage > 0 and host is not None and host.type != engine.units[0].buffer.shard.device.type
+    on_host = ("master", "optimizer") if offloaded else ()
+    return _estimate(parts, world_size, stage, precision, optimizer_states(engine.optimizers), buffers, on_host)
 
 
 def estimate_plain(
@@ -261,23 +267,25 @@ def _parts_of_module(module: nn.Module, world_size: int, sizes: ItemSizes, unit_
             if shapes:
                 strides = [row_major_stride(shape) for shape in shapes]
                 layout = build_layout(shapes, strides, world_size, sizes.parameters)
-                parts.append(FlatPart(layout.numel, layout.padded_numel, sizes, trainable, not group.modules))
+                numel = sum(slot.range.numel for slot in layout.slots)
+                parts.append(FlatPart(numel, layout.padded_numel, sizes, trainable, not group.modules))
     if not parts:
         raise ValueError(f"{type(module).__name__} has no parameters")
     return parts
 
 
-def _part_of_unit(engine: ZeroEngine, unit: Unit) -> FlatPart:
+def _part_of_unit(engine: ZeroEngine, unit: Unit, plain: bool) -> FlatPart:
     located = engine.locate(unit.tensors[0])
     gradients = None if located is None else located[1]
-    main = unit.main.element_size()
+    own, main = unit.dtype.itemsize, unit.main.element_size()
     sizes = ItemSizes(
-        parameters=unit.dtype.itemsize,
-        gradients=0 if gradients is None else gradients.itemsize,
+        parameters=own,
+        gradients=own if plain or gradients is None else gradients.itemsize,
         master=0 if unit.master is None else main,
         optimizer=main,
     )
-    return FlatPart(unit.layout.numel, unit.layout.padded_numel, sizes, gradients is not None, not unit.modules)
+    numel = sum(tensor.numel() for tensor in unit.tensors)
+    return FlatPart(numel, unit.layout.padded_numel, sizes, gradients is not None, not unit.modules)
 
 
 def _buffers(parts: list[FlatPart], stage: int, prefetch: int) -> int:
@@ -292,22 +300,26 @@ def _buffers(parts: list[FlatPart], stage: int, prefetch: int) -> int:
 def _under_way(part: FlatPart, stage: int, prefetch: int) -> int:
     """The unit in use, those prefetched, and the gradients being collected and reduced, all as large as ``part``."""
     units = 1 + prefetch if stage == 3 else 0
-    gradients = _GRADIENT_BUFFERS if stage >= 2 and part.trainable else 0
-    return part.padded_numel * part.sizes.parameters * (units + gradients)
+    return part.padded_numel * part.sizes.parameters * (units + _GRADIENT_BUFFERS * _buffers_gradients(part, stage))
 
 
 def _pair(part: FlatPart, stage: int) -> int:
     """The unit's parameters and its gradients, where they are buffered."""
-    return part.padded_numel * part.sizes.parameters * ((stage == 3) + (stage >= 2 and part.trainable))
+    return part.padded_numel * part.sizes.parameters * ((stage == 3) + _buffers_gradients(part, stage))
 
 
-def _sharded_kinds(stage: int, offload: bool) -> set[str]:
+def _buffers_gradients(part: FlatPart, stage: int) -> bool:
+    # At stage 1 gradients are reduced where they rest, unless that is in a wider dtype than the one sent.
+    return part.trainable and (stage >= 2 or (stage == 1 and part.sizes.gradients > part.sizes.parameters))
+
+
+def _sharded_kinds(stage: int, on_host: tuple[str, ...]) -> set[str]:
     if stage == 0:
         return set()
     # Offloaded gradients leave as soon as they are reduced, so at stage 1 too no more than a shard of them stays.
     sharded = {
         "parameters": not RESIDENCE[stage].whole_parameters,
-        "gradients": offload or not RESIDENCE[stage].whole_gradients,
+        "gradients": "gradients" in on_host or not RESIDENCE[stage].whole_gradients,
         "master": True,
         "optimizer": True,
     }
@@ -338,9 +350,9 @@ def _estimate(
     precision: str,
     states: float,
     buffers: int,
-    offload: bool = False,
+    on_host: tuple[str, ...] = (),
 ) -> MemoryEstimate:
-    sharded = _sharded_kinds(stage, offload)
+    sharded = _sharded_kinds(stage, on_host)
     held = dict.fromkeys(KINDS, 0.0)
     for part in parts:
         numel = part.padded_numel if stage else part.numel
@@ -356,5 +368,5 @@ def _estimate(
         _formula(largest.sizes, states, sharded),
         **{kind: round(nbytes) for kind, nbytes in held.items()},
         buffers=buffers,
-        on_host=("gradients", "master", "optimizer") if offload else (),
+        on_host=on_host,
     )

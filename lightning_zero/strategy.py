@@ -119,7 +119,7 @@ class ZeroStrategy(DDPStrategy):
         self._optimizer_engine: ZeroEngine | None = None
         self._comm: Comm | None = None
         self._comm_group: Any = None
-        self._buffers: list[Tensor] = []
+        self._syncs_buffers = False
         self._buffers_due = False
         self._uneven_training = False
         self._uneven_evaluation = False
@@ -191,8 +191,7 @@ class ZeroStrategy(DDPStrategy):
         if fitting:
             self._optimizer_engine = self.engine
         plugin.engine = self.engine
-        self._buffers = [b for b in module.buffers() if b.numel()] if fitting and comm.world_size > 1 else []
-        self._buffers_due = bool(self._buffers)
+        self._syncs_buffers = self._buffers_due = fitting and comm.world_size > 1
 
     def _engine_config(self, module: "pl.LightningModule") -> EngineConfig:
         host = torch.device("cpu")
@@ -269,9 +268,10 @@ class ZeroStrategy(DDPStrategy):
     def _sync_buffers(self, then: bool) -> None:
         """DDP's rule: rank 0's buffers go to all ranks before a forward that follows one whose gradients were
         reduced (or the first)."""
-        if self._buffers_due and self._comm is not None:
-            self._comm.broadcast([b.detach() for b in self._buffers])
-        self._buffers_due = then and bool(self._buffers)
+        if self._buffers_due and self._comm is not None and self.lightning_module is not None:
+            # Looked up each time: callbacks replace buffers (averaging resets batch norm).
+            self._comm.broadcast([b.detach() for b in self.lightning_module.buffers() if b.numel()])
+        self._buffers_due = then and self._syncs_buffers
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -301,6 +301,10 @@ class ZeroStrategy(DDPStrategy):
         trainer = self._trainer
         if batch_idx == 0:
             self._uneven_training = self._counts_differ([trainer.num_training_batches])
+            if self._uneven_training and isinstance(trainer.val_check_batch, int):
+                # It was made from this rank's own number of batches; all ranks must validate after the same one.
+                _, least = self._comm.exchange("starting a training epoch", [trainer.val_check_batch])
+                trainer.val_check_batch = least[0]
         if self._uneven_training:
             progress = trainer.fit_loop.epoch_loop.batch_progress
             mine = progress.is_last_batch
@@ -457,7 +461,7 @@ class ZeroStrategy(DDPStrategy):
     def __getstate__(self) -> dict:
         state = super().__getstate__()
         # Groups and engines belong to one process; the launcher pickles the strategy before either exists.
-        return {**state, "engine": None, "_optimizer_engine": None, "_comm": None, "_comm_group": None, "_buffers": []}
+        return {**state, "engine": None, "_optimizer_engine": None, "_comm": None, "_comm_group": None}
 
     @classmethod
     @override

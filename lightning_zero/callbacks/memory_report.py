@@ -23,14 +23,15 @@ _MORE = {
     "gradients": "gradients are kept in a wider dtype than the parameters, or were accumulated beside the reduced ones",
     "master": "parameters were unfrozen, or their dtype was changed, after training had started",
     "optimizer": "the optimizer keeps more state than a trial step on a small tensor showed",
-    BUFFERS: "more units were unsharded at once: read outside of a step, or used by several modules at a time",
+    BUFFERS: "more units were unsharded at once (read outside of a step, used by several modules), or gradients were sent"
+    " in another dtype than they are collected in",
 }
 _LESS = {
     "parameters": "parameters were removed, or their dtype was changed, after training had started",
     "gradients": "not every parameter has had a gradient",
     "master": "parameters were frozen after training had started",
     "optimizer": "parameters that never had a gradient have no state",
-    BUFFERS: "reductions ended before the next ones had to be buffered",
+    BUFFERS: "fewer units were under way at once: reductions were quick, or units were not used",
 }
 
 
@@ -69,7 +70,8 @@ def opening_table(forecast: Forecast) -> str:
     table.add_row("model states", *(unit.show(estimate.total) for estimate in estimates))
     if forecast.predicted.buffers:
         table.add_row(_LABELS[BUFFERS], *_right(estimates, unit.show(forecast.predicted.buffers)))
-    return render(table, [f"Memory per rank in {unit.name}, predicted: {forecast.setting}", forecast.details])
+    titles = [f"Memory per rank in {unit.name}, predicted: {forecast.setting}", forecast.details]
+    return render(table, titles, _where(forecast.predicted))
 
 
 def closing_table(
@@ -100,16 +102,23 @@ def closing_table(
     if peak[OTHER].max:
         table.add_row(_LABELS[OTHER], *_right(estimates, ""), *measured(resident[OTHER], peak[OTHER]))
     table.add_section()
-    totals = [estimate.total + (estimate.buffers if estimate is predicted else 0) for estimate in estimates]
+    totals = [estimate.total for estimate in estimates]
+    totals[-1] += predicted.buffers
     table.add_row("total", *map(unit.show, totals), *measured(resident["total"], peak["total"]))
     for label, readings in others.items():
         table.add_row(label, *_right(estimates, ""), *measured(*readings))
     title = f"Memory per rank in {unit.name}, measured over {steps} steps: {forecast.setting}"
-    notes = differences(predicted, peak)
+    notes = [*_where(predicted), *differences(predicted, peak)]
     if predicted.stage:
         share = peak["total"].max / forecast.plain.total
         notes.insert(0, f"The peak of a rank, buffers included, is {share:.0%} of plain data parallelism.")
     return render(table, [title], notes)
+
+
+def _where(predicted: MemoryEstimate) -> list[str]:
+    if not predicted.on_host:
+        return []
+    return [f"In host memory: {', '.join(_LABELS[kind] for kind in predicted.on_host)}."]
 
 
 def _right(estimates: list[MemoryEstimate], text: str) -> list[str]:

@@ -56,6 +56,7 @@ class ZeroEngine:
         self._in_step = False
         self._backward_open = False
         self._phase_reduces = True
+        self._accumulates = False
         self._phase = 0
         self._kind = ""
         self._hides_whole = config.dtypes.separate_main
@@ -89,6 +90,7 @@ class ZeroEngine:
         return any(self.config.dtypes.master_dtype(p) for p in self.module.parameters())
 
     def _make_units(self) -> None:
+        handle.check_distinct(self.module)
         whole, dtypes = self.config.residence.whole_parameters, self.config.dtypes
         for group in group_parameters(self.module, self.config.unit_bytes, self.config.unit_policy):
             alike: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
@@ -108,15 +110,15 @@ class ZeroEngine:
                     self._where[id(parameter)] = (unit, index)
 
     def _make_sync(self) -> GradientSync:
-        """Gradients for the units that have something to train."""
+        """Gradients for the units that have something to train; called again when there is more of it."""
+        whole = self.config.residence.whole_gradients
         for unit in self.units:
             if unit.index not in self._gradients and any(p.requires_grad for p in unit.tensors):
-                whole = self.config.residence.whole_gradients
-                gradients = UnitGradients(
+                self._gradients[unit.index] = UnitGradients(
                     unit, self._comm, self._pool, self.ledger, whole, self._gradient_dtypes(unit, whole), self._access
                 )
-                self._gradients[unit.index] = gradients
-                self._handles += hooks.hook_gradients(gradients, self, self._watch_backward)
+            if unit.index in self._gradients:
+                self._handles += hooks.hook_gradients(self._gradients[unit.index], self, self._watch_backward)
         return GradientSync([self._gradients[i] for i in sorted(self._gradients)], self._comm)
 
     def _gradient_dtypes(self, unit: Unit, whole: bool) -> GradientDtypes:
@@ -179,16 +181,18 @@ class ZeroEngine:
 
     @property
     def reduces(self) -> bool:
-        """Whether the next backward reduces gradients."""
-        return self._sync.enabled
+        """Whether the next backward reduces gradients as far as the user can tell."""
+        return not self._accumulates
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally where whole gradients are resident; elsewhere every micro-batch is reduced."""
+        self._accumulates = True
         self._sync.enabled = not self.config.residence.whole_gradients
         try:
             yield
         finally:
+            self._accumulates = False
             self._sync.enabled = True
 
     def announce_step(self) -> None:
@@ -220,6 +224,7 @@ class ZeroEngine:
     def _open_backward(self) -> None:
         for binding in self._bindings:
             binding.cancel()  # an update that raised, and somebody caught it
+        self._look_for_unfrozen()
         self._sync.begin_backward()
         self._backward_open = True
 
@@ -260,12 +265,17 @@ class ZeroEngine:
 
     def _look_for_unfrozen(self) -> None:
         """Parameters that were frozen so far may be trained from now on (finetuning callbacks)."""
-        fresh = [
-            unit for unit in self.units
-            if unit.index not in self._gradients and any(p.requires_grad for p in unit.tensors)
-        ]  # fmt: skip
-        if fresh:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = any(self._is_unfrozen(unit) for unit in self.units)
+        if found:
+            enabled = self._sync.enabled
             self._sync = self._make_sync()
+            self._sync.enabled = enabled
+
+    def _is_unfrozen(self, unit: Unit) -> bool:
+        gradients = self._gradients.get(unit.index)
+        hooked = 0 if gradients is None else gradients.hooked
+        return any(p.requires_grad and not hooked >> i & 1 for i, p in enumerate(unit.tensors))
 
     # -- what hooks call ---------------------------------------------------------------------------------------------
 

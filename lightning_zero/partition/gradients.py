@@ -44,6 +44,8 @@ class UnitGradients:
     ) -> None:  # fmt: skip
         self.unit = unit
         self.layout = unit.layout
+        self.hooked = 0
+        """Parameters that have been trainable: the arrival of their gradient is noticed."""
         self.expected = 0
         """Parameters whose gradient is to come in this backward."""
         self.arrived = 0

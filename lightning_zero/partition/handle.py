@@ -10,11 +10,13 @@ An unsharded tensor has its own class and its own data, so the hot path pays not
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 
 class Owner(Protocol):
@@ -136,9 +138,17 @@ def sharded_class(cls: type[Tensor]) -> type[Tensor]:
 def materialize(handle: Tensor) -> None:
     """Bring the bytes of ``handle`` back; it is a plain tensor afterwards."""
     owner = _owner(handle)
-    owner.access(handle)
+    with outside_transforms():
+        owner.access(handle)
     if isinstance(handle, Sharded):
         raise AssertionError(f"{owner} did not unshard a tensor of shape {tuple(handle.shape)}")
+
+
+def outside_transforms() -> AbstractContextManager:
+    """Suspends the ``torch.func`` transforms under way: what is gathered inside one must not become part of it."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 def _owner(handle: Tensor) -> Owner:
@@ -196,3 +206,17 @@ def check_shardable(name: str, parameter: nn.Parameter) -> None:
             f"Parameter {name!r} is on the meta device, it has no values to shard. Materialise the module in"
             " `configure_model` (for example with `module.to_empty(device=...)` and its own initialisers)."
         )
+
+
+def check_distinct(module: nn.Module) -> None:
+    """Refuse a trainable parameter that shares memory with another tensor object: sharding would part the two."""
+    seen: dict[tuple[torch.device, int], tuple[str, Tensor]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        first_name, first = seen.setdefault((tensor.device, tensor.data_ptr()), (name, tensor))
+        if first is not tensor and (first.requires_grad or tensor.requires_grad):
+            raise ValueError(
+                f"{first_name!r} and {name!r} share memory but are two tensor objects, so sharding would part them. Tie"
+                " weights by assigning the same Parameter object to both names, or give each its own memory (`clone()`)."
+            )

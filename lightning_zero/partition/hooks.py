@@ -1,6 +1,7 @@
 """Hooks on modules, parameters and autograd that call the engine; nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.partition.gradients import UnitGradients
+from lightning_zero.partition.handle import outside_transforms
 from lightning_zero.partition.unit import Unit
 
 
@@ -35,9 +37,11 @@ class _ModuleHook:
         self._module: nn.Module | None = module
         self._call: Callable[..., None] | None = call
 
+    @torch.compiler.disable  # what we do between modules is no part of a user's compiled graph
     def __call__(self, module: nn.Module, *args: Any) -> None:
         if module is self._module and self._call is not None:
-            self._call(module, *args)
+            with outside_transforms():
+                self._call(module, *args)
 
     def __deepcopy__(self, memo: dict) -> "_ModuleHook":
         return _ModuleHook.__new__(_ModuleHook)._cleared()
@@ -57,11 +61,9 @@ def _inert_hook() -> _ModuleHook:
 def hook_modules(unit: Unit, listener: Listener) -> list[RemovableHandle]:
     """Bracket the unit's use by the forward of its modules."""
 
-    frozen = not any(p.requires_grad for p in unit.tensors)
-
     def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
         listener.pre_forward(unit)
-        if frozen and not unit.buffer.is_whole and torch.is_grad_enabled():
+        if not unit.buffer.is_whole and torch.is_grad_enabled() and not any(p.requires_grad for p in unit.tensors):
             _watch_inputs(unit, listener, args, kwargs)
 
     def post(module: nn.Module, args: Any, output: Any) -> None:
@@ -113,8 +115,9 @@ def hook_gradients(gradients: UnitGradients, listener: Listener, watch_start: bo
     """
     handles: list[RemovableHandle] = []
     for index, parameter in enumerate(gradients.unit.tensors):
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or gradients.hooked >> index & 1:
             continue
+        gradients.hooked |= 1 << index
         handles.append(parameter.register_post_accumulate_grad_hook(_GradientHook(gradients, index, listener)))
         if watch_start:
             handles.append(parameter.register_hook(lambda grad: listener.gradient_coming()))
@@ -153,12 +156,23 @@ class SavedTensors:
         self._units = units
         self._listener = listener
 
-    def context(self) -> torch.autograd.graph.saved_tensors_hooks:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            raise RuntimeError(
+                "torch.func's reverse-mode transforms (grad, vjp, jacrev, hessian) cannot run inside a step at stage 3: they"
+                " refuse the hooks by which sharded parameters are found again in backward. Use torch.autograd.grad with"
+                " create_graph=True, or stage 2."
+            ) from error
 
     def _pack(self, tensor: Tensor) -> Tensor | _Promise:
-        if tensor.layout is not torch.strided:
-            return tensor
+        if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return tensor  # not in anybody's flat buffer
         storage = tensor.untyped_storage()._cdata
         for unit in self._units:
             buffer = unit.buffer.buffer

@@ -80,7 +80,8 @@ class Schedule:
         self._follow(len(self._plan))
         same = self._answer(facts)
         for unit in self._units:
-            if unit.buffer.state is State.GATHERING:
+            # Whole buffers are on their way from an update, not fetched for this phase.
+            if unit.buffer.state is State.GATHERING and not unit.buffer.is_whole:
                 unit.buffer.reshard()
         if self._extra:
             self._plans[self._key] = _collapse([*self._plan, *(Step(index) for index in self._extra)])

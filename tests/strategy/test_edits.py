@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.harness import run
-from tests.parity import STAGES, all_stages, assert_same
+from tests.parity import STAGES, Outcome, all_stages, assert_same, trained
 
 WIDTH = 6
 
@@ -389,7 +391,6 @@ class EditedGradients(Case):
 # -- freezing in mid-run ---------------------------------------------------------------------------------------------
 
 
-@case
 class GradualUnfreezing(Case):
     """One parameter after the other is unfrozen, some within one unit; one is frozen again."""
 
@@ -413,7 +414,6 @@ class Finetune(BackboneFinetuning):
         super().__init__(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.5, verbose=False)
 
 
-@case
 class Finetuned(Case):
     """Lightning's finetuning callback adds a parameter group in mid-run."""
 
@@ -422,7 +422,7 @@ class Finetuned(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.backbone(x))
@@ -472,3 +472,18 @@ def test_same_as_ddp(module: type[Case]) -> None:
     for by_stage in results:
         for stage in STAGES:
             assert by_stage[stage].extra == by_stage[0].extra
+
+
+@pytest.mark.parametrize("module", [GradualUnfreezing, Finetuned])
+def test_unfreezing_in_mid_run(module: type[Case]) -> None:
+    """DDP leaves gradients of parameters that were frozen at the start to each rank: the reference is one process that
+    trains on the joined batches."""
+    settings = {"data": (32, WIDTH), **module.settings}
+    [reference] = run(1, partial(trained, module, 0, batch_size=4, **settings))
+    reference = replace(reference, losses=[])
+    results = run(2, partial(each_stage, module, settings))
+    assert_same([{0: reference, **by_stage} for by_stage in results], exact=False)
+
+
+def each_stage(module: type[Case], settings: dict[str, Any]) -> dict[int, Outcome]:
+    return {stage: replace(trained(module, stage, batch_size=2, **settings), losses=[]) for stage in STAGES}

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, rnn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import run
-from tests.parity import STAGES, all_stages, assert_same
+from tests.parity import STAGES, Outcome, all_stages, assert_same, trained
 
 WIDTH = 6
 TOKENS = 10
@@ -172,13 +172,29 @@ class Codec(nn.Module):
         return self.outer.forward(z - self.shift)
 
 
+class NoCall(nn.Linear):
+    """Calls nothing that has hooks."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) * 2
+
+
+class Inner(Case):
+    """A LightningModule inside another one."""
+
+    def build(self) -> None:
+        self.codec = Codec()
+        self.layer = NoCall(WIDTH, WIDTH)
+
+
 @case
 class OtherMethods(Case):
     def build(self) -> None:
         self.codec = Codec()
+        self.inner = Inner()
 
     def loss(self, batch: Tensor) -> Tensor:
-        z = self.codec.encode(batch)
+        z = self.codec.encode(self.inner.layer(batch) + self.inner.codec.decode(batch))
         x = self.codec.decode(z) + F.linear(z, self.codec.outer.weight)
         return F.mse_loss(x, batch) + 0.1 * sum(p.pow(2).sum() for p in self.parameters())
 
@@ -260,6 +276,24 @@ class GradientOfGradient(Case):
         inner = torch.autograd.grad(self(batch).pow(2).mean(), values, create_graph=True)
         updated = {name: v - 0.1 * g for name, v, g in zip(names, values, inner)}
         return torch.func.functional_call(self.net, updated, (batch,)).pow(2).mean() + penalty.norm()
+
+
+@case
+class Transforms(Case):
+    """Forward-mode derivatives and an ensemble under ``torch.func``."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.members = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, slope = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))
+        weights, _ = torch.func.stack_module_state(list(self.members))  # type: ignore[arg-type]
+        return torch.vmap(_member, in_dims=(0, None))(weights, out).sum(0) + slope + torch.vmap(self.net)(x)
+
+
+def _member(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    return F.linear(x, weights["weight"], weights["bias"])
 
 
 # -- layers that read their children's or cached weights -------------------------------------------------------------
@@ -538,12 +572,13 @@ class FrozenRecompute(Case):
             nn.Sequential(nn.LayerNorm(WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
         )
         self.frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).requires_grad_(False)
+        self.bare = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in [*self.blocks, self.frozen]:
             x = x + checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return x
+        return checkpoint(lambda x: F.linear(x, self.bare).tanh(), x, use_reentrant=self.use_reentrant)
 
 
 @case
@@ -669,11 +704,52 @@ def _decayed(rate: float, step: int) -> float:
 REFERENCES = {FrozenReentrant: FrozenRecompute, Embeddings: DenseEmbeddings}
 
 
+def settings(module: type[Case]) -> dict[str, Any]:
+    return {"data": (16, module.width), "num_sanity_val_steps": 1, **module.settings}
+
+
 @pytest.mark.parametrize("module", CASES, ids=lambda module: module.__name__)
 def test_trains_like_ddp(module: type[Case]) -> None:
-    settings = {"data": (16, module.width), "num_sanity_val_steps": 1, **module.settings}
-    results = run(2, all_stages, module, settings, REFERENCES.get(module, module))
-    assert_same(results, module.exact)
-    for by_stage in results:
-        assert {stage: got.extra for stage, got in by_stage.items()} == dict.fromkeys(by_stage, by_stage[0].extra)
+    results = run(2, all_stages, module, settings(module), REFERENCES.get(module, module))
     assert len(results[0]) == 1 + len(STAGES)
+    assert_same_everywhere(results, module)
+
+
+def assert_same_everywhere(results: list[dict[int, Outcome]], module: type[Case]) -> None:
+    assert_same(results, None if module.exact else False)
+    for by_stage in results:
+        for got in by_stage.values():
+            assert got.extra == by_stage[0].extra
+
+
+# One unit for every module that has parameters of its own, and more ranks than some of them have elements.
+FINEST = {"unit_policy": lambda module, recurse, nonwrapped_numel: True, "prefetch": 2}
+UNEVEN = [Tied, SiblingWeight, Transformer, Recurrent, TinyAndEmpty, UnusualTensors, Adapters]
+
+
+def stage_3(modules: list[type[Case]], strategy_kwargs: dict[str, Any]) -> list[dict[int, Outcome]]:
+    return [
+        {
+            0: trained(REFERENCES.get(module, module), 0, **settings(module)),
+            3: trained(module, 3, strategy_kwargs=strategy_kwargs, **settings(module)),
+        }
+        for module in modules
+    ]
+
+
+def finest_units() -> list[dict[int, Outcome]]:
+    return stage_3(UNEVEN, FINEST)
+
+
+def test_three_ranks_and_the_finest_units() -> None:
+    for module, *results in zip(UNEVEN, *run(3, finest_units), strict=True):
+        # Statistics of three ranks are sums whose order is the backend's.
+        assert_same(results)
+        assert all(r[3].extra.keys() == r[0].extra.keys() for r in results), module
+
+
+def test_one_rank_that_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
+    [results] = run(1, stage_3, CASES, {})
+    for module, result in zip(CASES, results, strict=True):
+        assert_same_everywhere([result], module)

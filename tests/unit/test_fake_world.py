@@ -18,7 +18,7 @@ from lightning_zero.estimate import estimate_engine, estimate_memory
 from lightning_zero.partition.engine import ZeroEngine
 from tests.harness import fake_world
 
-DEPTH = 15
+WIDTH, DEPTH = 768, 15
 UNIT_BYTES = 32 * 2**20
 WORLDS = [(0, 64), (63, 64), (0, 1024), (517, 1024)]
 
@@ -31,13 +31,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def build_gpt() -> GPT:
+@pytest.fixture(scope="module")
+def gpt() -> GPT:
     """More than 100M parameters, of real memory but without the cost of drawing them at random."""
     with Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False).init_module(empty_init=True):
-        model = GPT(width=768, depth=DEPTH, heads=12)
-    for parameter in model.parameters():
-        parameter.data.fill_(0.01)
-    return model
+        return GPT(width=WIDTH, depth=DEPTH, heads=12)
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Sizes:
 
 @dataclass
 class Steps:
-    """What two training steps of one rank left behind."""
+    """What training steps of one rank left behind."""
 
     parameters: int
     sizes: Sizes
@@ -73,20 +71,18 @@ def padded(numel: int, world: int) -> int:
     return -(-per_rank // 16) * 16 * 4 * world
 
 
-def train_two_steps(stage: int, rank: int, world: int) -> Steps:
-    model = build_gpt()
-    width = 768
-    block = 12 * width**2 + 13 * width
-    sizes = Sizes(
-        root=padded((VOCABULARY + 64) * width, world), block=padded(block, world), norm=padded(2 * width, world)
-    )
+def train(model: GPT, stage: int, rank: int, world: int, count: int) -> Steps:
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)  # what an earlier test left may be denormal, and slow
+    context, block = model.position.shape[0], 12 * WIDTH**2 + 13 * WIDTH
+    sizes = Sizes(padded((VOCABULARY + context) * WIDTH, world), padded(block, world), padded(2 * WIDTH, world))
     tokens = torch.zeros(1, 9, dtype=torch.long)
     with fake_world(rank, world):
         comm = Comm(rank, world, torch.device("cpu"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         engine = ZeroEngine(model, comm, EngineConfig(stage, UNIT_BYTES), [optimizer])
         sent, before = [], comm.stats.as_dict()
-        for _ in range(2):
+        for _ in range(count):
             with engine.step("train", backward_follows=True):
                 logits = model(tokens[:, :-1])
                 loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -120,24 +116,22 @@ def difference(after: dict, before: dict) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize(("rank", "world"), WORLDS)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_stages_1_and_2_send_what_data_parallelism_sends(stage: int, rank: int, world: int) -> None:
-    steps = train_two_steps(stage, rank, world)
+def test_stages_1_and_2_send_what_data_parallelism_sends(gpt: GPT, stage: int, rank: int, world: int) -> None:
+    steps = train(gpt, stage, rank, world, count=1)
     assert steps.parameters > 100e6
     # Each unit is reduced once and gathered once; of every buffer a rank sends all shards but one.
     share = steps.sizes.all // world * (world - 1)
-    for sent in steps.sent:
-        assert sent["reduce_scatter"] == (DEPTH + 2, share)
-        assert sent["all_gather"] == (DEPTH + 2, share)
+    assert steps.sent[0]["reduce_scatter"] == (DEPTH + 2, share)
+    assert steps.sent[0]["all_gather"] == (DEPTH + 2, share)
     # An all-reduce of all gradients, as DDP's, sends the same but for the padding.
     all_reduce = 2 * 4 * steps.parameters * (world - 1) / world
     assert all_reduce <= 2 * share < 1.002 * all_reduce
-    check_small_messages(steps)
     check_memory(steps, stage, world)
 
 
 @pytest.mark.parametrize(("rank", "world"), WORLDS)
-def test_stage_3_sends_one_and_a_half_times_as_much(rank: int, world: int) -> None:
-    steps = train_two_steps(3, rank, world)
+def test_stage_3_sends_one_and_a_half_times_as_much(gpt: GPT, rank: int, world: int) -> None:
+    steps = train(gpt, 3, rank, world, count=2)
     sizes = steps.sizes
     # The first step does not know what comes next: every unit is gathered in forward and again in backward, but for
     # the root, which stays. From then on neither is the unit that ends forward and begins backward given up in between.
@@ -149,17 +143,11 @@ def test_stage_3_sends_one_and_a_half_times_as_much(rank: int, world: int) -> No
     total = second["all_gather"][1] + second["reduce_scatter"][1]
     all_reduce = 2 * 4 * steps.parameters * (world - 1) / world
     assert 1.49 < total / all_reduce < 1.502
-    check_small_messages(steps)
-    check_memory(steps, 3, world)
-
-
-def check_small_messages(steps: Steps) -> None:
-    """Once the order is known, all that is left is one comparison per step."""
-    second = steps.sent[1]
+    # Once the order is known, one small comparison per step is left.
     assert second["broadcast"] == (0, 0)
-    calls, nbytes = second["control"]
-    assert calls == 1
-    assert nbytes < 1000
+    assert second["control"][0] == 1
+    assert second["control"][1] < 1000
+    check_memory(steps, 3, world)
 
 
 def check_memory(steps: Steps, stage: int, world: int) -> None:
@@ -168,13 +156,13 @@ def check_memory(steps: Steps, stage: int, world: int) -> None:
     formula = {1: 8 + 8 / world, 2: 4 + 12 / world, 3: 16 / world}[stage] * steps.parameters
     assert estimate_memory(steps.parameters, world, stage).total == pytest.approx(formula)
     assert resident == pytest.approx(formula, rel=0.01)
-    assert resident == pytest.approx(steps.predicted, rel=0.001)
+    assert resident == pytest.approx(steps.predicted, rel=0.005)
     whole, shard = steps.sizes.all, steps.sizes.all // world
     assert now["parameters"] == (shard if stage == 3 else whole)
     assert now["gradients"] == (whole if stage == 1 else shard)
-    # A rank whose shards are partly padding has less optimizer state; step counters are a few bytes more.
+    # The last rank owns the padding, which has no optimizer state; step counters are a few bytes more.
     assert now["optimizer"] == pytest.approx(2 * shard, rel=0.02)
     # Buffers do not grow with the depth of the model: a few units, whatever the stage.
     assert peak.get("buffers", 0) == pytest.approx(steps.predicted_buffers, rel=0.001)
     assert now.get("buffers", 0) <= peak.get("buffers", 0) <= 5 * steps.sizes.block + 2 * steps.sizes.root
-    assert resident < steps.stats["peak_total"] + 1 <= sum(peak.values()) + 1
+    assert resident <= steps.stats["peak_total"] <= sum(peak.values())
