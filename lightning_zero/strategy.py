@@ -60,6 +60,9 @@ class ZeroStrategy(DDPStrategy):
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``, as for DDPStrategy.
     """
 
+    _set_accelerator: "pl.accelerators.Accelerator | None" = None
+    _set_precision: ZeroPrecision | None = None
+
     def __init__(
         self,
         stage: Literal[1, 2, 3] = 2,
@@ -93,6 +96,7 @@ class ZeroStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        self._precision_plugin = precision_plugin
         _refuse_unfinished(
             shard_group_size=shard_group_size,
             activation_checkpointing_policy=activation_checkpointing_policy,
@@ -127,18 +131,31 @@ class ZeroStrategy(DDPStrategy):
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
+    # Lightning takes the base class's private attributes for arguments of the constructor: a Trainer would refuse a
+    # strategy, or take over its precision, because of what an earlier Trainer has set. So that is kept apart.
+
+    @property
+    @override
+    def accelerator(self) -> "pl.accelerators.Accelerator | None":
+        return self._accelerator if self._set_accelerator is None else self._set_accelerator
+
+    @accelerator.setter
+    @override
+    def accelerator(self, accelerator: "pl.accelerators.Accelerator") -> None:
+        self._set_accelerator = accelerator
+
     @property
     @override
     def precision_plugin(self) -> ZeroPrecision:
-        if self._precision_plugin is None:
-            self._precision_plugin = translate(Precision())
-        return self._precision_plugin  # type: ignore[return-value]
+        if self._set_precision is None:
+            self._set_precision = translate(self._precision_plugin or Precision())
+        return self._set_precision
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         """Lightning hands in its stock plugin for ``Trainer(precision=...)``."""
-        self._precision_plugin = None if precision_plugin is None else translate(precision_plugin)
+        self._set_precision = None if precision_plugin is None else translate(precision_plugin)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -397,7 +414,7 @@ class ZeroStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self.engine is not None:
-            self.engine.load_masters(checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {}))
+            self.engine.whole.load_masters(checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {}))
 
     # -- the user's side ---------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ def _distance(a: Tensor, b: Tensor) -> int | None:
     """Elements between the starts of two 1-D views of one storage."""
     if a.dtype != b.dtype or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return None
-    return b.storage_offset() - a.storage_offset()
+    return int(b.storage_offset()) - int(a.storage_offset())
 
 
 def _range(first: Tensor, numel: int) -> Tensor:

@@ -18,7 +18,8 @@ from lightning_zero.partition.grouping import check_modules, group_parameters
 from lightning_zero.partition.memory import BufferPool, Ledger
 from lightning_zero.partition.optimizer import OptimizerBinding, Updater, check_supported, state_bytes
 from lightning_zero.partition.schedule import Schedule
-from lightning_zero.partition.unit import ShardedBuffer, State, Unit, in_memory_order
+from lightning_zero.partition.unit import ShardedBuffer, State, Unit
+from lightning_zero.partition.whole import WholeTensors
 
 ALWAYS_RELEASE_VARIABLE = "LIGHTNING_ZERO_ALWAYS_RELEASE"
 
@@ -72,8 +73,9 @@ class ZeroEngine:
         if comm.world_size > 1 or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or self._needs_master():
             self._make_units()
         self._shards_parameters = bool(self.units) and not config.residence.whole_parameters
+        self.whole = WholeTensors(self.units, comm, self._pool)
         self._schedule = Schedule(self.units, comm, config.prefetch, config.read_timeout)
-        self._saved = hooks.SavedTensors(self.units, self)
+        self._saved = hooks.SavedTensors(self)
         for unit in self.units:
             self._handles += hooks.hook_modules(unit, self)
         self._sync = self._make_sync()
@@ -297,7 +299,7 @@ class ZeroEngine:
     def gradient_coming(self) -> None:
         if not self._backward_open and self.units:
             self._open_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
 
     def gradient_arrived(self, gradients: UnitGradients, index: int) -> None:
         if not self._backward_open:
@@ -319,6 +321,7 @@ class ZeroEngine:
                 buffer.unshard()
                 return
             self._schedule.want(unit)
+            self._saved.watch(unit)
             unit.finished_modules.clear()
             unit.unsharded_in_backward = _in_backward()
             return
@@ -490,37 +493,7 @@ class ZeroEngine:
     def masters(self, keep: bool) -> dict[str, Tensor]:
         """Whole master weights, by name, that the module's state dict does not show; empty unless ``keep``."""
         self.drain()
-        whole: dict[str, Tensor] = {}
-        for unit in self.units:
-            if unit.master is not None and unit.master.dtype != unit.dtype and not unit.has_two_faces:
-                ranges = [unit.layout.local_range(i, self.rank).slice() for i in range(len(unit.tensors))]
-                pieces = {i: unit.master[local] for i, local in enumerate(ranges)}
-                tensors = self.full_from_shards(unit, pieces, unit.master.dtype)
-                if keep:
-                    whole.update((name, tensor.to("cpu", copy=True)) for name, tensor in zip(unit.names, tensors))
-        return whole
-
-    def load_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Take over saved master weights, wherever they round to the weights that the module has now."""
-        for unit in self.units:
-            for i, name in enumerate(unit.names):
-                if unit.master is not None and name in masters:
-                    local = unit.layout.local_range(i, self.rank).slice()
-                    saved = in_memory_order(masters[name], unit.layout.slots[i].stride).to(unit.master)
-                    saved = saved[unit.layout.tensor_range(i, self.rank).slice()]
-                    fits = saved.to(unit.dtype) == unit.buffer.shard[local]
-                    unit.master[local] = torch.where(fits, saved, unit.master[local])
-
-    def full_from_shards(self, unit: Unit, pieces: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Whole tensors, in slot order, from the ranks' 1-D pieces (by slot) of something shaped like the parameters."""
-        buffer = self._pool.take(unit.layout, dtype)
-        own = unit.buffer.own_slice(buffer.flat)
-        for index, piece in pieces.items():
-            own[unit.layout.local_range(index, self.rank).slice()].copy_(piece)
-        self._comm.all_gather(buffer.flat, own, 2 * unit.index).wait()
-        views = list(buffer.views)
-        self._pool.give(unit.layout, buffer)
-        return views
+        return self.whole.masters(keep)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self._comm.exchange("collecting an optimizer's state", timeout=self.config.read_timeout)
@@ -553,27 +526,7 @@ class ZeroEngine:
         self._comm.exchange("collecting the module's weights", timeout=self.config.read_timeout)
         self.drain()
         self.settle()
-        whole = dict(state)
-        keys: dict[int, list[tuple[str, int]]] = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                where = self._where.get(id(value))
-                if where is None:
-                    whole[key] = value.detach()
-                else:
-                    keys.setdefault(where[0].index, []).append((key, where[1]))
-        for index, wanted in sorted(keys.items()):
-            unit = self.units[index]
-            shard = unit.face.shard
-            pieces = {i: shard[unit.layout.local_range(i, self.rank).slice()] for i in range(len(unit.tensors))}
-            tensors = self.full_from_shards(unit, pieces, shard.dtype)
-            if keep:
-                copies: dict[int, Tensor] = {}  # tied weights stay tied
-                for key, i in wanted:
-                    copies[i] = copies[i] if i in copies else tensors[i].to("cpu", copy=True)
-                    whole[key] = copies[i]
-            del tensors
-        return whole
+        return self.whole.state_dict(state, keep)
 
     def memory_stats(self) -> dict[str, Any]:
         """Bytes on this rank by kind, now and at their peak, and the peak of their sum.

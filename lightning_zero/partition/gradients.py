@@ -15,8 +15,10 @@ from lightning_zero.partition.unit import ShardedBuffer, State, Unit, in_memory_
 # Reductions under way before the next one waits for the oldest: bounds the flat buffers in use.
 _MAX_IN_FLIGHT = 2
 # How long that wait may last. Ranks that took different branches launch some reductions only when backward ends, so
-# waiting for good would be waiting for a rank that waits for us.
-_PATIENCE_SECONDS = 1.0
+# waiting for good would be waiting for a rank that waits for us. A backward with a wait in vain halves it, one without
+# lets it grow back, so that ranks that differ often soon stop losing time.
+_PATIENCE_SECONDS = 0.5
+_PATIENCE_GROWTH = 1.01
 
 
 @dataclass(frozen=True)
@@ -259,12 +261,16 @@ class GradientSync:
         self._next = 0
         self._in_flight: list[UnitGradients] = []
         self._patience = _PATIENCE_SECONDS
+        self._out_of_patience = False
         self.enabled = True
         """Off while gradients only accumulate locally (Lightning's ``block_backward_sync``)."""
 
     def begin_backward(self) -> None:
         self._next = 0
-        self._patience = _PATIENCE_SECONDS
+        self._patience = (
+            self._patience / 2 if self._out_of_patience else min(_PATIENCE_SECONDS, self._patience * _PATIENCE_GROWTH)
+        )
+        self._out_of_patience = False
         self._observed = []
         for gradients in self._gradients:
             gradients.begin_backward()
@@ -334,8 +340,8 @@ class GradientSync:
             return True
         deadline = time.monotonic() + self._patience
         while not done():
-            if time.monotonic() > deadline:
-                self._patience = 0.0
+            if self._out_of_patience or time.monotonic() > deadline:
+                self._out_of_patience = True  # for the rest of this backward
                 return False
             time.sleep(0.0002)
         return True

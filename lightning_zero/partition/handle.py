@@ -81,13 +81,24 @@ def _dtype(tensor: Tensor) -> torch.dtype:
     return _owner(tensor).dtype
 
 
+def _set_grad(tensor: Tensor, grad: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        fits = grad is None or grad.dtype == tensor.dtype
+    if not fits:
+        materialize(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.grad = grad
+
+
 # Nor is its dtype always the one that the user sees: see Unit's two faces.
-_LOGICAL[Tensor.dtype.__get__] = _dtype
-_LOGICAL[Tensor.element_size] = _LOGICAL[Tensor.itemsize.__get__] = lambda tensor: _dtype(tensor).itemsize
-_LOGICAL[Tensor.nbytes.__get__] = lambda tensor: tensor.numel() * _dtype(tensor).itemsize
+_TENSOR: Any = Tensor
+_LOGICAL[_TENSOR.dtype.__get__] = _dtype
+_LOGICAL[_TENSOR.element_size] = _LOGICAL[_TENSOR.itemsize.__get__] = lambda tensor: _dtype(tensor).itemsize
+_LOGICAL[_TENSOR.nbytes.__get__] = lambda tensor: tensor.numel() * _dtype(tensor).itemsize
+_LOGICAL[_TENSOR.grad.__set__] = _set_grad
 
 
-def _handles(values: Any) -> Iterator[Tensor]:
+def _handles(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, Sharded):
             yield value
@@ -132,7 +143,8 @@ class Sharded:
 @cache
 def sharded_class(cls: type[Tensor]) -> type[Tensor]:
     """The class of a tensor of class ``cls`` while its bytes are away: a subclass, so that it still is one."""
-    return type(cls)(f"Sharded{cls.__name__}", (Sharded, cls), {"__module__": __name__})
+    metaclass: Any = type(cls)
+    return metaclass(f"Sharded{cls.__name__}", (Sharded, cls), {"__module__": __name__})
 
 
 def materialize(handle: Tensor) -> None:

@@ -152,9 +152,14 @@ class SavedTensors:
     again. Active around forward and backward: a recompute saves too.
     """
 
-    def __init__(self, units: list[Unit], listener: Listener) -> None:
-        self._units = units
+    def __init__(self, listener: Listener) -> None:
         self._listener = listener
+        self._by_storage: dict[int, Unit] = {}
+
+    def watch(self, unit: Unit) -> None:
+        """Recognise the buffer that ``unit`` has been unsharded into."""
+        if unit.buffer.buffer is not None:
+            self._by_storage[unit.buffer.buffer.cdata] = unit
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -174,10 +179,13 @@ class SavedTensors:
         if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return tensor  # not in anybody's flat buffer
         storage = tensor.untyped_storage()._cdata
-        for unit in self._units:
-            buffer = unit.buffer.buffer
-            if buffer is not None and buffer.flat.dtype == tensor.dtype and buffer.cdata == storage:
-                return _Promise(unit, tensor)
+        unit = self._by_storage.get(storage)
+        if unit is None:
+            return tensor
+        buffer = unit.buffer.buffer
+        # The address may be another storage's by now: it is this buffer's only while the buffer is alive.
+        if buffer is not None and buffer.cdata == storage and buffer.flat.dtype == tensor.dtype:
+            return _Promise(unit, tensor)
         return tensor
 
     def _unpack(self, saved: Tensor | _Promise) -> Tensor:

@@ -12,8 +12,8 @@ Two tensors of 20 and 9 fp32 elements on two ranks (one boundary = 16 elements):
     shard     rank 0: [0, 32)   rank 1: [32, 64)    shard_numel 32
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -100,9 +100,10 @@ def row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+@cache  # one object for equal layouts: repeated blocks share buffers, and comparing them must cost nothing
 def build_layout(
-    shapes: Sequence[tuple[int, ...]],
-    strides: Sequence[tuple[int, ...]],
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
     world_size: int,
     itemsize: int,
 ) -> FlatLayout:

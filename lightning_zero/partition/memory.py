@@ -63,7 +63,7 @@ class BufferPool:
     def take(self, layout: FlatLayout, dtype: torch.dtype) -> FlatViews:
         """A buffer of undefined content, but for its padding, which is zero."""
         for index, (idle_layout, buffer) in enumerate(self._idle):
-            if buffer.flat.dtype == dtype and (idle_layout is layout or idle_layout == layout):
+            if idle_layout is layout and buffer.flat.dtype == dtype:
                 del self._idle[index]
                 return buffer
         buffer = allocate(layout, dtype, self._device)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.partition.gradients import UnitGradients
 from lightning_zero.partition.unit import Unit
+from lightning_zero.partition.whole import WholeTensors
 
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times per step through its closure and mixes all elements in its line search",
@@ -36,6 +37,8 @@ _PER_PARAMETER = ("step", "eta", "mu", "mu_product")
 
 class Host(Protocol):
     """What a binding needs of the engine."""
+
+    whole: WholeTensors
 
     @property
     def rank(self) -> int: ...
@@ -53,8 +56,6 @@ class Host(Protocol):
     def before_update(self) -> None: ...
 
     def after_update(self, units: list[Unit]) -> None: ...
-
-    def full_from_shards(self, unit: Unit, pieces: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor]: ...
 
     def all_gather_object(self, value: Any) -> list[Any]: ...
 
@@ -461,7 +462,7 @@ class OptimizerBinding:
                 for i, where in zip(indices, located, strict=True)
                 if parameters[i] in self.optimizer.state and self._shard(parameters[i]) is not None
             }
-            tensors = self._host.full_from_shards(unit, pieces, dtype)
+            tensors = self._host.whole.from_shards(unit, pieces, dtype)
             if keep:
                 for i, where in zip(indices, located, strict=True):
                     known[i][name] = tensors[where[2]].clone().contiguous()  # type: ignore[index]

@@ -38,8 +38,9 @@ class Schedule:
         self._plan: tuple[Step, ...] = ()
         self._cursor = 0
         self._extra: list[int] = []
-        self._needed: set[int] = set()
         self._kept: set[int] = set()
+        self._ahead: set[int] = set()
+        """Units on their way that nobody has asked for yet."""
 
     @property
     def active(self) -> bool:
@@ -53,7 +54,7 @@ class Schedule:
         self._key = key
         self._plan = self._plans.get(key, ())
         self._cursor = 0
-        self._extra, self._needed, self._kept = [], set(), set()
+        self._extra, self._kept, self._ahead = [], set(), set()
 
     def want(self, unit: Unit) -> None:
         """Unshard ``unit`` now."""
@@ -69,6 +70,7 @@ class Schedule:
                 self._follow(len(self._plan))
                 self._ask(unit)
         unit.buffer.unshard()
+        self._ahead.discard(unit.index)
         self._fetch_ahead()
 
     def keeps(self, unit: Unit) -> bool:
@@ -122,15 +124,14 @@ class Schedule:
             self._kept.add(step.unit)
 
     def _fetch_ahead(self) -> None:
-        ahead = sum(1 for unit in self._units if unit.buffer.state is State.GATHERING)
-        while ahead < self._prefetch and self._cursor < len(self._plan):
+        while len(self._ahead) < self._prefetch and self._cursor < len(self._plan):
             step = self._plan[self._cursor]
             buffer = self._units[step.unit].buffer
             if buffer.state is not State.SHARDED:
                 return
             buffer.unshard_async()
             self._enter(step)
-            ahead += 1
+            self._ahead.add(step.unit)
 
     def _ask(self, unit: Unit) -> None:
         """Agree on units to gather until this rank's turn has come."""

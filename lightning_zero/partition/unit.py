@@ -276,8 +276,8 @@ class Unit:
         first = self.tensors[0]
         self.dtype = compute_dtype
         self.layout = build_layout(
-            [tuple(p.shape) for p in self.tensors],
-            [dense_stride(p) for p in self.tensors],
+            tuple(tuple(p.shape) for p in self.tensors),
+            tuple(dense_stride(p) for p in self.tensors),
             comm.world_size,
             compute_dtype.itemsize,
         )

@@ -10,11 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_zero import ZeroStrategy
 from tests.harness import make_trainer, run
 from tests.parity import STAGES, RandomData, make_strategy
 
@@ -100,9 +102,11 @@ def same_on_all_stages(results: list[dict[int, Any]]) -> None:
 
 
 def next_trainer(strategy: Strategy, **kwargs: Any) -> pl.Trainer:
-    """Another Trainer around a strategy that has been through one, and keeps its accelerator and environment."""
+    """Another Trainer around a strategy that has been through one. Lightning refuses its own in this place."""
+    if not isinstance(strategy, ZeroStrategy):
+        return make_trainer(".", strategy=make_strategy(0), **kwargs)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return pl.Trainer(strategy=strategy, devices=dist.get_world_size(), **quiet, **kwargs)
+    return pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **quiet, **kwargs)
 
 
 # -- any order -------------------------------------------------------------------------------------------------------
@@ -177,6 +181,18 @@ def every_two_trainers() -> dict[int, Any]:
 
 def test_one_strategy_in_several_trainers() -> None:
     same_on_all_stages(run(2, every_two_trainers))
+
+
+def precisions() -> list[str]:
+    strategy, given = ZeroStrategy(), ZeroStrategy(precision_plugin=HalfPrecision("bf16-true"))
+    seen = []
+    for one, settings in [(strategy, {"precision": "bf16-mixed"}), (strategy, {}), (given, {}), (given, {})]:
+        seen.append(next_trainer(one, **settings).precision_plugin.precision)
+    return seen
+
+
+def test_each_trainer_has_its_own_precision() -> None:
+    assert run(1, precisions) == [["bf16-mixed", "32-true", "bf16-true", "bf16-true"]]
 
 
 class NothingToOptimize(Model):
