@@ -1,7 +1,7 @@
 """ZeroStrategy: Lightning's hooks, each a line or two into the engine."""
 
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +18,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,6 +30,7 @@ from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, DELAYED_UPDATE_WARM_UP, 
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.precision import ZeroPrecision, translate
+from lightning_zero.uneven import UnevenBatches
 
 _CLOSE_TIMEOUT_SECONDS = 10.0
 CHECKPOINT_KEY = "lightning_zero"
@@ -125,8 +127,7 @@ class ZeroStrategy(DDPStrategy):
         self._comm_group: Any = None
         self._syncs_buffers = False
         self._buffers_due = False
-        self._uneven_training = False
-        self._uneven_evaluation = False
+        self._uneven: UnevenBatches | None = None
         self._interrupted = False
 
     # -- set-up ------------------------------------------------------------------------------------------------------
@@ -176,6 +177,7 @@ class ZeroStrategy(DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self._setup_engine(comm, fitting)
+        self._uneven = UnevenBatches(trainer, comm, self.engine)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -269,12 +271,10 @@ class ZeroStrategy(DDPStrategy):
 
     def _evaluate(self, kind: str, step: Callable, *args: Any, **kwargs: Any) -> Any:
         self._sync_buffers(then=False)
-        if self._uneven_evaluation and self.engine is not None:
-            self.engine.announce_step()
+        self._batches.before_step()
         with self._step(kind):
             output = step(*args, **kwargs)
-        if self._uneven_evaluation and self.engine is not None and self._is_last_evaluation_batch():
-            self.engine.serve_until_done(kind)
+        self._batches.after_step()
         return output
 
     @contextmanager
@@ -313,63 +313,53 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._comm is None or self.world_size == 1:
-            return
-        trainer = self._trainer
-        if batch_idx == 0:
-            self._uneven_training = self._counts_differ([trainer.num_training_batches])
-            if self._uneven_training and isinstance(trainer.val_check_batch, int):
-                # It was made from this rank's own number of batches; all ranks must validate after the same one.
-                _, least = self._comm.exchange("starting a training epoch", [trainer.val_check_batch])
-                trainer.val_check_batch = least[0]
-        if self._uneven_training:
-            progress = trainer.fit_loop.epoch_loop.batch_progress
-            mine = progress.is_last_batch
-            most, _ = self._comm.exchange("starting a training batch", [int(mine)])
-            progress.is_last_batch = bool(most[0])
-            if progress.is_last_batch and not mine:
-                rank_zero_warn(
-                    f"The ranks have different numbers of training batches. The epoch ends for all of them after batch"
-                    f" {batch_idx}, the last one of the rank with the fewest: the rest is not used.",
-                    category=UserWarning,
-                )
+        self._batches.begin_training_batch(batch_idx)
+
+    @override
+    def on_train_end(self) -> None:
+        self._batches.end_training()
 
     @override
     def on_validation_start(self) -> None:
-        counts = self._trainer.num_val_batches
-        self._begin_evaluation(self._trainer.num_sanity_val_batches if self._trainer.sanity_checking else counts)
+        self._batches.begin_evaluation("validate")
 
     @override
     def on_test_start(self) -> None:
-        self._begin_evaluation(self._trainer.num_test_batches)
+        self._batches.begin_evaluation("test")
 
     @override
     def on_predict_start(self) -> None:
-        self._begin_evaluation(self._trainer.num_predict_batches)
+        self._batches.begin_evaluation("predict")
 
-    def _begin_evaluation(self, counts: list[int | float]) -> None:
-        self._uneven_evaluation = self.engine is not None and self.world_size > 1 and self._counts_differ(counts)
+    @override
+    def on_validation_end(self) -> None:
+        self._batches.end_evaluation()
 
-    def _counts_differ(self, counts: Iterable[int | float]) -> bool:
-        """Whether the ranks' numbers of batches differ or are unknown."""
-        if self._comm is None:
-            return False
-        total = sum(counts)
-        known = int(total) if total != float("inf") else -1
-        most, least = self._comm.exchange("starting a loop over batches", [known])
-        return most != least or known < 0
+    @override
+    def on_test_end(self) -> None:
+        self._batches.end_evaluation()
 
-    def _is_last_evaluation_batch(self) -> bool:
-        loops: dict[Any, Any] = {
-            RunningStage.TESTING: self._trainer.test_loop,
-            RunningStage.PREDICTING: self._trainer.predict_loop,
-        }
-        validation = (
-            self._trainer.fit_loop.epoch_loop.val_loop
-            if self._trainer.state.fn == TrainerFn.FITTING
-            else self._trainer.validate_loop
-        )
-        return loops.get(self._trainer.state.stage, validation).batch_progress.is_last_batch
+    @override
+    def on_predict_end(self) -> None:
+        self._batches.end_evaluation()
+
+    @override
+    def reduce(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._uneven is not None:
+            self._uneven.meet()
+        return super().reduce(*args, **kwargs)
+
+    @override
+    def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._uneven is not None:
+            self._uneven.meet()
+        return super().all_gather(*args, **kwargs)
+
+    @property
+    def _batches(self) -> UnevenBatches:
+        if self._uneven is None:
+            raise RuntimeError("a loop was started before ZeroStrategy.setup")
+        return self._uneven
 
     @property
     def _trainer(self) -> "pl.Trainer":
@@ -388,7 +378,7 @@ class ZeroStrategy(DDPStrategy):
             state = module.state_dict(keep_vars=True)  # type: ignore[union-attr]
         except TypeError:  # an override with a narrower signature
             state = module.state_dict()  # type: ignore[union-attr]
-        return self.engine.whole_state_dict(state, keep=self.is_global_zero)
+        return self.engine.whole_state_dict(state, keep=self._keeps_checkpoint())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -397,8 +387,13 @@ class ZeroStrategy(DDPStrategy):
         engine = self._optimizer_engine
         if engine is None or engine.binding(optimizer) is None:
             return super().optimizer_state(optimizer)
-        with engine.keeping_state(self.is_global_zero):
+        with engine.keeping_state(self._keeps_checkpoint()):
             return optimizer.state_dict()
+
+    def _keeps_checkpoint(self) -> bool:
+        """Rank 0 writes the file; hooks of the user, if there are any, look into the checkpoint on every rank."""
+        hooked = (self.lightning_module, *self._trainer.callbacks)  # type: ignore[attr-defined]
+        return self.is_global_zero or any(is_overridden("on_save_checkpoint", one) for one in hooked)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -478,7 +473,7 @@ class ZeroStrategy(DDPStrategy):
     def __getstate__(self) -> dict:
         state = super().__getstate__()
         # Groups and engines belong to one process; the launcher pickles the strategy before either exists.
-        return {**state, "engine": None, "_optimizer_engine": None, "_comm": None, "_comm_group": None}
+        return {**state, "engine": None, "_optimizer_engine": None, "_uneven": None, "_comm": None, "_comm_group": None}
 
     @classmethod
     @override

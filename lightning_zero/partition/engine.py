@@ -97,11 +97,11 @@ class ZeroEngine:
         for group in group_parameters(self.module, self.config.unit_bytes, self.config.unit_policy):
             alike: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
             for name, parameter in group.parameters:
+                if not parameter.numel():
+                    continue  # nothing to shard
                 kind = (dtypes.compute_dtype(parameter), dtypes.master_dtype(parameter), parameter.requires_grad)
                 alike.setdefault(kind, []).append((name, parameter))
             for (compute, master, _), pairs in alike.items():
-                if not sum(p.numel() for _, p in pairs):
-                    continue  # nothing to shard in tensors without elements
                 unit = Unit(
                     len(self.units), group.name or "the module", group.modules, pairs, self._comm, self._pool, self.ledger,
                     self._access, whole, compute, master, dtypes.shows_main, self.config.main_device,
@@ -313,7 +313,7 @@ class ZeroEngine:
 
     def unshard(self, unit: Unit) -> None:
         """Make the unit's parameters plain; in a phase by the schedule, outside by agreement."""
-        if self._computes:
+        if self.computes:
             buffer = unit.buffer
             if buffer.state is State.UNSHARDED:
                 return
@@ -332,7 +332,7 @@ class ZeroEngine:
             self._unshard_outside(unit, unit.face, f"the parameters of {unit.name!r}")
 
     @property
-    def _computes(self) -> bool:
+    def computes(self) -> bool:
         """Whether this is inside a step (or between its forward and its backward)."""
         return self._schedule.active or self._in_step
 
@@ -348,12 +348,12 @@ class ZeroEngine:
 
     def _access(self, buffer: ShardedBuffer, tensor: Tensor) -> None:
         """A handle is read."""
-        if not self._computes:
+        if not self.computes:
             self.drain()
         located = self._where.get(id(tensor))
         if located is not None:
             unit, index = located
-            if self._computes or unit.face.is_whole:
+            if self.computes or unit.face.is_whole:
                 self.unshard(unit)
             else:
                 self._unshard_outside(unit, unit.face, f"parameter {unit.names[index]!r}")

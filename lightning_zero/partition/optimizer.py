@@ -366,7 +366,8 @@ class OptimizerBinding:
             shards = []
             for parameter in group["params"]:
                 if not parameter.numel():
-                    continue  # nothing of it is sharded, and nothing changes
+                    shards.append(parameter)  # no unit holds it, there is nothing to shard
+                    continue
                 located = self._host.locate(parameter)
                 if located is None:
                     raise RuntimeError(
@@ -408,7 +409,9 @@ class OptimizerBinding:
         """Some optimizers make whole state when they are built."""
         for parameter in self._parameters():
             state = self.optimizer.state.get(parameter)
-            if state:
+            if state and self._shard(parameter) is None:
+                del self.optimizer.state[parameter]  # an empty entry would be taken for a broken one
+            elif state:
                 self.optimizer.state[parameter] = self._sharded(parameter, state)
 
     def _sharded(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
@@ -441,7 +444,7 @@ class OptimizerBinding:
             state = self.optimizer.state.get(parameter)
             if state and shard is not None:
                 mine[index] = {
-                    name: value.dtype if _is_moment(value, shard.shape) else _copy(value)
+                    name: value.dtype if shard.numel() and _is_moment(value, shard.shape) else _copy(value)
                     for name, value in state.items()
                 }
         known: dict[int, dict[str, Any]] = {}
@@ -450,9 +453,9 @@ class OptimizerBinding:
                 known.setdefault(index, entries)
         by_unit: dict[tuple[int, str, torch.dtype], list[int]] = {}
         for index, entries in sorted(known.items()):
-            unit = self._host.locate(parameters[index])[0]  # type: ignore[index]
             for name, value in entries.items():
                 if isinstance(value, torch.dtype):
+                    unit = self._host.locate(parameters[index])[0]  # type: ignore[index]
                     by_unit.setdefault((unit.index, name, value), []).append(index)
         for (_, name, dtype), indices in by_unit.items():
             located = [self._host.locate(parameters[i]) for i in indices]
@@ -469,6 +472,8 @@ class OptimizerBinding:
         return dict(sorted(known.items())) if keep else {}
 
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        if not parameter.numel():
+            return parameter
         located = self._host.locate(parameter)
         return None if located is None else located[0].shards[located[2]]
 
@@ -487,7 +492,7 @@ class OptimizerBinding:
         cut = {
             key: self._sharded(parameter, state_dict["state"][key])
             for key, parameter in zip(keys, parameters, strict=True)
-            if key in state_dict["state"]
+            if key in state_dict["state"] and self._shard(parameter) is not None
         }
         self._originals = []
         for group in self.optimizer.param_groups:
@@ -506,6 +511,3 @@ class OptimizerBinding:
         if self._originals is None:
             return
         self._restore()
-        for parameter in list(self.optimizer.state):
-            if isinstance(parameter, Tensor) and self._shard(parameter) is None:  # type: ignore[arg-type]
-                del self.optimizer.state[parameter]

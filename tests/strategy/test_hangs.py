@@ -213,6 +213,8 @@ class Stream(IterableDataset):
 
 
 class Validated(Model):
+    synced = True
+
     def between(self, x: Tensor, step: int) -> Tensor:
         for block in self.middle:
             x = block(x).tanh()
@@ -220,7 +222,7 @@ class Validated(Model):
 
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         loss = (self(batch, batch_idx) - batch.sum(1, keepdim=True)).square().mean()
-        self.log("validation", loss, sync_dist=True)
+        self.log("validation", loss, sync_dist=self.synced)
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("test", self(batch, batch_idx).mean(), sync_dist=True)
@@ -297,6 +299,7 @@ def test_evaluation_with_different_numbers_of_batches(lengths: list[int]) -> Non
 def starved(stage: int, kind: str) -> str:
     """Rank 1 has no batch at all."""
     module = Validated()
+    module.synced = False  # Lightning itself waits for a rank that logs nothing
     length = 3 if dist.get_rank() == 0 else 0
     trainer = make_trainer(
         ".", strategy=make_strategy(stage, **UNIT), use_distributed_sampler=False, max_epochs=1, num_sanity_val_steps=0
@@ -320,3 +323,68 @@ def test_a_rank_without_a_single_batch(stage: int) -> None:
     assert run(2, starved, stage, "predict", timeout=20.0) == ["ended", "ended"]
     for message in run(2, starved, stage, "train", timeout=20.0):
         assert message == "ended" or "rank" in message
+
+
+# -- what only one rank does -------------------------------------------------------------------------------------------
+
+
+class Alone(pl.Callback):
+    """Rank 0 does something that all ranks should do, the others go on."""
+
+    def __init__(self, action: str, pause: float) -> None:
+        self.action, self.pause = action, pause
+
+    def act(self, trainer: pl.Trainer, module: Model) -> None:
+        if not trainer.is_global_zero:
+            time.sleep(self.pause)
+        elif self.action == "save":
+            trainer.save_checkpoint("alone.ckpt")
+        elif self.action == "read":
+            float(module.first.weight.sum())
+        elif self.action == "call":
+            module.first(torch.ones(WIDTH))
+        elif self.action == "pickle":
+            torch.save(module.state_dict(), "alone.pt")
+        elif self.action == "optimizer":
+            trainer.optimizers[0].state_dict()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.act(trainer, module)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if self.action == "gradient" and trainer.is_global_zero:
+            float(module.first.weight.grad.sum())
+
+
+def alone(stage: int, action: str, pause: float) -> str:
+    strategy = make_strategy(stage, read_timeout=1.0, **UNIT)
+    trainer = make_trainer(".", strategy=strategy, max_steps=2, callbacks=[Alone(action, pause)])
+    try:
+        trainer.fit(DeadLayer(), DataLoader(RandomData(8, WIDTH)))
+    except RuntimeError as error:
+        return str(error)
+    return "ended"
+
+
+WHOLE_PARAMETERS_SUFFICE = ("read", "call", "pickle")
+
+
+@pytest.mark.parametrize("action", ["save", "read", "call", "pickle", "optimizer", "gradient"])
+def test_what_only_one_rank_does_is_an_error_on_all(action: str) -> None:
+    for stage in STAGES:
+        messages = run(2, alone, stage, action, 0.0, timeout=25.0)
+        if action in WHOLE_PARAMETERS_SUFFICE and stage < 3:
+            assert messages == ["ended", "ended"]
+            continue
+        for message in messages:
+            assert "rank 0 is" in message
+            assert "rank 1 is" in message or "rank(s) [1] did not come" in message
+        if action in ("read", "pickle", "gradient"):
+            assert "first.weight" in messages[0]
+
+
+def test_a_rank_that_comes_too_late_is_named() -> None:
+    messages = run(2, alone, 3, "read", 4.0, timeout=25.0)
+    assert "rank(s) [1] did not come within 1 s" in messages[0]
+    assert "parameter 'first.weight'" in messages[0]
+    assert "rank 0" in messages[1]

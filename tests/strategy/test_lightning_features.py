@@ -626,11 +626,9 @@ def finds_batch_size(stage: int, by_callback: bool) -> tuple[str, bool]:
     ZeroEngine.__init__ = counting  # type: ignore[method-assign]
     callbacks = [BatchSizeFinder(max_trials=2)] if by_callback else []
     trainer = make_trainer(".", strategy=make_strategy(stage), max_epochs=1, callbacks=callbacks)
+    find = trainer.fit if by_callback else Tuner(trainer).scale_batch_size
     with pytest.raises((ValueError, MisconfigurationException)) as error:
-        if by_callback:
-            trainer.fit(Sized())
-        else:
-            Tuner(trainer).scale_batch_size(Sized(), max_trials=2)
+        find(Sized())
     return str(error.value), bool(engines)
 
 

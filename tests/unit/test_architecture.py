@@ -34,6 +34,7 @@ FORBIDDEN = {
     "offload": ("activations", "checkpoint", "callbacks", "precision", "strategy"),
     "activations": ("offload", "checkpoint", "callbacks", "strategy"),
     "checkpoint": ("activations", "callbacks", "strategy"),
+    "uneven": ("offload", "activations", "checkpoint", "callbacks", "precision", "strategy"),
     "strategy": ("callbacks",),
 }
 
