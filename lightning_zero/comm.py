@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -118,14 +119,14 @@ class Comm:
         self._worker = Worker("lightning_zero-reduce")
         self._point_to_point = False
         self._gather_group = self._reduce_group = self._control_group = None
-        if world_size == 1:
-            return
-        actual = dist.get_world_size()
+        actual = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if actual != world_size:
             raise RuntimeError(
                 f"rank {rank}: the process group was initialised with {actual} ranks, the Trainer asks for {world_size}."
                 " Destroy the old group or launch with the same number of processes."
             )
+        if world_size == 1:
+            return
         backend = dist.get_backend()
         if backend == "fake":
             return
@@ -243,6 +244,16 @@ class Comm:
             where = "; ".join(f"rank {rank} is {text}" for rank, text in enumerate(places))
             raise RuntimeError(f"The ranks have gone different ways: {where}. This is rank {self.rank}.{_WAY_OUT}")
         return most[1:], least[1:]
+
+    def check_same(self, what: str, values: Sequence[str]) -> None:
+        """Raise RuntimeError on all ranks unless all have the same ``values``; it names the first difference."""
+        most, least = self.exchange(f"comparing {what}", [fingerprint(tuple(values))])
+        if most == least:
+            return
+        for theirs in zip_longest(*self.all_gather_object(list(values)), fillvalue="nothing"):
+            if len(set(theirs)) > 1:
+                listed = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(theirs))
+                raise RuntimeError(f"The ranks do not have the same {what}: {listed}. This is rank {self.rank}.")
 
     def _wait_for(self, work: Any, place: str, detail: str, timeout: float) -> None:
         """Wait at most ``timeout`` seconds; then find out over the store, which needs no partner, who did come."""

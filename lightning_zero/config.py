@@ -1,6 +1,6 @@
 """Settings as frozen dataclasses: validation only."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -107,7 +107,7 @@ class EngineConfig:
     """Keep reduced 16-bit gradients in fp32: micro-batches are summed, or the sums are scaled before the update."""
 
     def __post_init__(self) -> None:
-        if self.stage not in RESIDENCE:
+        if type(self.stage) is not int or self.stage not in RESIDENCE:
             raise ValueError(f"stage must be 1, 2 or 3, got {self.stage!r}")
         if self.unit_bytes <= 0:
             raise ValueError(f"unit_size_mb must be positive, got {self.unit_bytes / 2**20}")
@@ -119,3 +119,22 @@ class EngineConfig:
     @property
     def residence(self) -> Residence:
         return RESIDENCE[self.stage]
+
+
+def checked_unit_policy(policy: Any) -> Any:
+    """The policy, with module classes as a tuple; raises TypeError for what cannot be one."""
+    if policy is None or (callable(policy) and not isinstance(policy, type)):
+        return policy
+    classes = (policy,) if isinstance(policy, type) else policy
+    if isinstance(classes, Iterable):
+        classes = tuple(classes)
+        if all(isinstance(c, type) and issubclass(c, torch.nn.Module) for c in classes):
+            return classes
+    raise TypeError(f"unit_policy must hold module classes or be a callable, got {policy!r}")
+
+
+def checked_unit_bytes(unit_size_mb: Any) -> int:
+    """The size in bytes; raises ValueError for what is not a size."""
+    if not isinstance(unit_size_mb, (int, float)) or not 0 < unit_size_mb < float("inf"):
+        raise ValueError(f"unit_size_mb must be a positive number, got {unit_size_mb!r}")
+    return max(1, int(unit_size_mb * 2**20))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, RESIDENCE
+from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, RESIDENCE, checked_unit_bytes
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import group_parameters, largest_automatic_unit
 from lightning_zero.partition.layout import build_layout, row_major_stride
@@ -154,7 +154,7 @@ def estimate_memory(
     """
     _check(world_size, stage, precision, optimizer_multiplier)
     sizes = SIZES[precision]
-    unit_bytes = int(unit_size_mb * 2**20)
+    unit_bytes = checked_unit_bytes(unit_size_mb)
     if isinstance(model_or_num_parameters, nn.Module):
         parts = _parts_of_module(model_or_num_parameters, world_size if stage else 1, sizes, unit_bytes)
     else:
@@ -263,9 +263,9 @@ def _parts_of_module(module: nn.Module, world_size: int, sizes: ItemSizes, unit_
     parts = []
     for group in group_parameters(module, unit_bytes):
         for trainable in (True, False):
-            shapes = [tuple(p.shape) for _, p in group.parameters if p.requires_grad is trainable]
+            shapes = tuple(tuple(p.shape) for _, p in group.parameters if p.requires_grad is trainable)
             if shapes:
-                strides = [row_major_stride(shape) for shape in shapes]
+                strides = tuple(row_major_stride(shape) for shape in shapes)
                 layout = build_layout(shapes, strides, world_size, sizes.parameters)
                 numel = sum(slot.range.numel for slot in layout.slots)
                 parts.append(FlatPart(numel, layout.padded_numel, sizes, trainable, not group.modules))

@@ -182,6 +182,11 @@ def translate(plugin: Precision) -> ZeroPrecision:
     """The same plugin for sharded gradients: of a subclass of its own class, so that user overrides stay in force."""
     if isinstance(plugin, ZeroPrecision):
         return plugin
+    if not isinstance(plugin, Precision):
+        raise TypeError(
+            f"precision_plugin must be a Precision plugin of `lightning.pytorch`, got {plugin!r} of"
+            f" {type(plugin).__module__}. (The packages `lightning` and `pytorch_lightning` cannot be mixed.)"
+        )
     for cls in type(plugin).__mro__:
         if cls.__name__ in _REFUSED:
             raise ValueError(

@@ -26,9 +26,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Comm
-from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, DELAYED_UPDATE_WARM_UP, EngineConfig, OffloadConfig
+from lightning_zero.config import (
+    DEFAULT_UNIT_SIZE_MB,
+    DELAYED_UPDATE_WARM_UP,
+    EngineConfig,
+    OffloadConfig,
+    checked_unit_bytes,
+    checked_unit_policy,
+)
 from lightning_zero.offload.update import HostUpdate, default_threads
-from lightning_zero.partition.engine import ZeroEngine
+from lightning_zero.partition.engine import ZeroEngine, check_module
 from lightning_zero.precision import ZeroPrecision, translate
 from lightning_zero.uneven import UnevenBatches
 
@@ -112,8 +119,8 @@ class ZeroStrategy(DDPStrategy):
             raise ValueError(f"start_method must be 'popen', 'spawn', 'fork' or 'forkserver', got {start_method!r}")
         self.config = EngineConfig(
             stage=stage,
-            unit_bytes=int(unit_size_mb * 2**20),
-            unit_policy=unit_policy,
+            unit_bytes=checked_unit_bytes(unit_size_mb),
+            unit_policy=checked_unit_policy(unit_policy),
             prefetch=prefetch,
             reduce_dtype=_as_dtype(reduce_dtype),
             read_timeout=read_timeout,
@@ -166,6 +173,8 @@ class ZeroStrategy(DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
+        if self._shards(fitting):
+            check_module(self.model, self.config)
         if not (self._shards(fitting) and isinstance(self.precision_plugin, HalfPrecision)):
             self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -173,6 +182,7 @@ class ZeroStrategy(DDPStrategy):
         comm = self._make_comm()
         if comm.world_size > 1:
             # Ranks may have built different weights. Also for evaluation: all see rank 0's.
+            comm.check_same("parameters and buffers", _outline(self.model))
             _sync_module_states(self.model)
         if fitting:
             self.setup_optimizers(trainer)
@@ -456,7 +466,12 @@ class ZeroStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self.engine is not None:
             self._close_engine(self.engine)
-        super().teardown()
+        try:
+            super().teardown()
+        except NotImplementedError:
+            # A module on the meta device cannot move to the CPU. The error that has brought us here says so better.
+            if not self._interrupted:
+                raise
 
     def _close_engine(self, engine: ZeroEngine) -> None:
         if not self._interrupted:
@@ -506,11 +521,23 @@ def _refuse_unfinished(**arguments: Any) -> None:
             )
 
 
+def _outline(module: nn.Module) -> list[str]:
+    """What ranks must have in common before they exchange weights."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    kinds = {name: "trainable" if p.requires_grad else "frozen" for name, p in module.named_parameters()}
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [
+        f"{name!r} ({tuple(tensor.shape)}, {tensor.dtype}, {kinds.get(name, 'buffer')})"
+        for name, tensor in tensors
+        if name not in ignored
+    ]
+
+
 def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """Accept ``torch.bfloat16``, ``"bfloat16"`` and ``"torch.bfloat16"`` (YAML has strings only)."""
-    if value is None or isinstance(value, torch.dtype):
-        return value
-    dtype = getattr(torch, str(value).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"reduce_dtype must be a torch dtype or its name such as 'bfloat16', got {value!r}")
+    if value is None:
+        return None
+    dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"reduce_dtype must be a floating-point dtype or its name such as 'bfloat16', got {value!r}")
     return dtype

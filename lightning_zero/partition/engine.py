@@ -65,9 +65,7 @@ class ZeroEngine:
         self.closed = False
         self.optimizers = optimizers = list(optimizers)
         self._states_counted = 0
-        for name, parameter in module.named_parameters():
-            handle.check_shardable(name, parameter)
-        check_modules(module, config.residence.whole_parameters)
+        check_module(module, config)
         for optimizer in optimizers:
             check_supported(optimizer, self._names)
         if comm.world_size > 1 or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or self._needs_master():
@@ -585,6 +583,13 @@ class ZeroEngine:
             removable.remove()
         self._pool.clear()
         self._comm.close()
+
+
+def check_module(module: nn.Module, config: EngineConfig) -> None:
+    """Refuse what cannot be sharded, by name."""
+    for name, parameter in module.named_parameters():
+        handle.check_shardable(name, parameter)
+    check_modules(module, config.residence.whole_parameters)
 
 
 def _in_backward() -> bool:

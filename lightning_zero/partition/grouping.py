@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zero.config import checked_unit_policy
+
 UnitPolicy = Callable[..., bool]
 
 # Fewer, larger units than this many per model would make "one unit at a time" mean most of the model.
@@ -174,13 +176,10 @@ def _walk_policy(node: _Node, chosen: Callable[[nn.Module, int], bool]) -> list[
 
 
 def _as_predicate(policy: UnitPolicy | Iterable[type]) -> Callable[[nn.Module, int], bool]:
-    if callable(policy) and not isinstance(policy, type):
-        return lambda module, numel: bool(policy(module=module, recurse=False, nonwrapped_numel=numel))
-    classes = (policy,) if isinstance(policy, type) else tuple(policy)
-    for cls in classes:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"unit_policy must hold module classes or be a callable, got {cls!r}")
-    return lambda module, numel: isinstance(module, classes)
+    checked = checked_unit_policy(policy)
+    if isinstance(checked, tuple):
+        return lambda module, numel: isinstance(module, checked)
+    return lambda module, numel: bool(checked(module=module, recurse=False, nonwrapped_numel=numel))
 
 
 def _is_called(node: _Node) -> bool:

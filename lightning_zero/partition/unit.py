@@ -173,7 +173,7 @@ class ShardedBuffer:
         rebound = {
             i: tensor.data
             for i, (tensor, view) in enumerate(zip(self.tensors, buffer.views, strict=True))
-            if tensor.numel() and tensor.data_ptr() != view.data_ptr()
+            if not tensor.is_set_to(view)
         }
         for i, value in rebound.items():
             view = buffer.views[i]
@@ -197,7 +197,9 @@ class ShardedBuffer:
         return bool(rebound)
 
     def _take(self) -> FlatViews:
-        return allocate(self.layout, self.dtype, self._device) if self._whole else self._pool.take(self.layout, self.dtype)
+        if self._whole:
+            return allocate(self.layout, self.dtype, self._device)
+        return self._pool.take(self.layout, self.dtype)
 
     def _launch(self) -> None:
         if self.buffer is None:

@@ -13,7 +13,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -60,7 +61,14 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         decayed = [self.first.weight, self.half_frozen.weight, self.columns]
-        rest = [self.first.bias, *self.norm.parameters(), self.half_frozen.bias, self.last.bias, self.scalar, self.empty]
+        rest = [
+            self.first.bias,
+            *self.norm.parameters(),
+            self.half_frozen.bias,
+            self.last.bias,
+            self.scalar,
+            self.empty,
+        ]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 2 * self.hparams["rate"]}]
         optimizer = torch.optim.AdamW(groups, lr=self.hparams["rate"], eps=1e-3, amsgrad=True)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.02], total_steps=20)
@@ -73,7 +81,7 @@ def loader(length: int = 8) -> DataLoader:
 
 def trainer_for(stage: int, **kwargs: Any) -> pl.Trainer:
     settings = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "max_epochs": 2, **kwargs}
-    settings["enable_checkpointing"] = any(isinstance(c, ModelCheckpoint) for c in kwargs.get("callbacks", []))
+    settings["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in kwargs.get("callbacks", []))
     return make_trainer(".", strategy=make_strategy(stage), **settings)
 
 
@@ -199,9 +207,7 @@ def test_resume_at_any_rank_count_and_stage(world: int, saved: tuple[Path, dict[
             assert_same_content(got, wanted, **tolerance)
 
 
-def test_resume_at_one_rank_that_releases(
-    saved: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_at_one_rank_that_releases(saved: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
     folder, unbroken = saved
     for got in run(1, resume_at_every_stage, [str(folder / "3" / "after.ckpt")], STAGES)[0]:
@@ -221,10 +227,8 @@ def test_resume_in_mid_epoch(saved: tuple[Path, dict[str, Any]]) -> None:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),  # has state from the start
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.5),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2, eps=1e-3),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, fused=True),
 }
 
 
@@ -323,6 +327,72 @@ def test_saving_in_hooks(tmp_path: Path) -> None:
         wanted = load(tmp_path / "0" / f"{name}.ckpt")
         for stage in STAGES:
             assert_same_content(load(tmp_path / str(stage) / f"{name}.ckpt"), wanted)
+
+
+class Interrupted(Model):
+    """Raises half-way through forward, backward or a hook, in the second step."""
+
+    where = "forward"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.at("forward")
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.at("backward"))
+        return y
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.at("hook")
+
+    def at(self, where: str) -> None:
+        if where == self.where and self.training and self.trainer.global_step == 1:
+            raise ValueError(where)
+
+
+def save_on_exception(folder: str) -> None:
+    for stage in ALL:
+        for Interrupted.where in ("forward", "backward", "hook"):
+            with pytest.raises(ValueError, match=Interrupted.where):
+                fit(Interrupted, stage, callbacks=[OnExceptionCheckpoint(f"{folder}/{stage}", Interrupted.where)])
+
+
+def test_saving_on_an_exception(tmp_path: Path) -> None:
+    run(2, save_on_exception, str(tmp_path))
+    for where in ("forward", "backward", "hook"):
+        wanted = without_folder(load(tmp_path / "0" / f"{where}.ckpt"))
+        assert wanted["global_step"] == 1
+        for stage in STAGES:
+            assert_same_content(without_folder(load(tmp_path / str(stage) / f"{where}.ckpt")), wanted)
+
+
+class FindsRate(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def find_rates() -> list[Any]:
+    """The finder saves, trains, and loads the file into the module while it is sharded."""
+    results = []
+    for stage in ALL:
+        torch.manual_seed(5)
+        module = FindsRate()
+        trainer = trainer_for(stage, max_epochs=1)
+        finder = Tuner(trainer).lr_find(module, loader(32), num_training=10, max_lr=0.1)
+        before = {k: v.clone() for k, v in module.state_dict().items()}
+        trainer.fit(module, loader())
+        results.append((finder.results, before, {k: v.clone() for k, v in module.state_dict().items()}))
+    return results
+
+
+def test_learning_rate_finder() -> None:
+    for results in run(2, find_rates):
+        assert len(results[0][0]["loss"]) == 10
+        for got in results[1:]:
+            assert_same_content(got, results[0])
 
 
 def evaluate_from_files(folder: str) -> dict[int, Any]:

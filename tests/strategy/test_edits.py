@@ -169,7 +169,9 @@ class Copies(pl.Callback):
             "state": {k: v for k, v in module.state_dict().items() if k.startswith("teacher")},
         }
         module.extra[f"empty {batch_idx}"] = [k for k, v in weights.items() if not v.numel() or not v.is_contiguous()]
-        module.extra[f"types {batch_idx}"] = {type(p).__name__ for c in list(copies.values())[:4] for p in c.parameters()}
+        module.extra[f"types {batch_idx}"] = {
+            type(p).__name__ for c in list(copies.values())[:4] for p in c.parameters()
+        }
         module.extra[f"weights {batch_idx}"] = {k: v.tolist() for k, v in weights.items()}
         module.extra[f"copies {batch_idx}"] = copies
 
@@ -355,7 +357,9 @@ class Pruned(Case):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         layers = [(self.student[0], "weight"), (self.student[2], "weight")]
-        return [ModelPruning("l1_unstructured", parameters_to_prune=layers, amount=0.3, use_lottery_ticket_hypothesis=False)]
+        return [
+            ModelPruning("l1_unstructured", parameters_to_prune=layers, amount=0.3, use_lottery_ticket_hypothesis=False)
+        ]
 
 
 # -- changing gradients ----------------------------------------------------------------------------------------------

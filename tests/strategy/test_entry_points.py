@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loops import utilities
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -105,7 +106,12 @@ def next_trainer(strategy: Strategy, **kwargs: Any) -> pl.Trainer:
     """Another Trainer around a strategy that has been through one. Lightning refuses its own in this place."""
     if not isinstance(strategy, ZeroStrategy):
         return make_trainer(".", strategy=make_strategy(0), **kwargs)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **quiet, **kwargs)
 
 
@@ -161,6 +167,26 @@ def test_any_order() -> None:
 def test_any_order_on_one_rank_that_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
     same_on_all_stages(run(1, all_orders))
+
+
+def all_orders_in_inference_mode() -> dict[int, Any]:
+    """What Lightning does where the backend is not Gloo: evaluation runs in real inference mode."""
+    utilities._distributed_is_initialized = lambda: False
+    results = all_orders()
+    module = seeded(NotesInference)
+    call(make_trainer(".", strategy=make_strategy(3)), "predict", module)
+    assert module.seen == [True] * 3
+    return results
+
+
+class NotesInference(Model):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(torch.is_inference_mode_enabled())
+        return self(batch)
+
+
+def test_any_order_in_inference_mode() -> None:
+    same_on_all_stages(run(2, all_orders_in_inference_mode))
 
 
 # -- one strategy, several trainers ----------------------------------------------------------------------------------
@@ -332,16 +358,14 @@ def interrupted(where: str, error: type[BaseException], strategy: Strategy) -> A
     broken_off = weights(module), left_over(module), trainer.global_step
     # And nothing stands in the way of another run.
     interrupt.where = "nowhere"
-    again = next_trainer(strategy, max_epochs=1)
+    again = next_trainer(strategy, max_steps=2, limit_val_batches=1)
     torch.manual_seed(3)
     again.fit(module, loader(), loader())
     return text, broken_off, weights(module), left_over(module)
 
 
 def interrupted_everywhere(error: type[BaseException], hooks: list[str]) -> dict[int, Any]:
-    return {
-        stage: {where: interrupted(where, error, make_strategy(stage)) for where in hooks} for stage in ALL
-    }
+    return {stage: {where: interrupted(where, error, make_strategy(stage)) for where in hooks} for stage in ALL}
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

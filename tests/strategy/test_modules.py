@@ -417,7 +417,11 @@ class Images(Case):
     def on_train_batch_start(self, *args: Any) -> None:
         weight = self.net[3].weight
         formats = (torch.contiguous_format, torch.channels_last)
-        self.extra["stride"] = [weight.stride(), weight.stride(0), *(weight.is_contiguous(memory_format=f) for f in formats)]
+        self.extra["stride"] = [
+            weight.stride(),
+            weight.stride(0),
+            *(weight.is_contiguous(memory_format=f) for f in formats),
+        ]
 
 
 @case
@@ -474,8 +478,7 @@ class TinyAndEmpty(Case):
     def build(self) -> None:
         self.one = nn.Linear(WIDTH, 1)
         with pytest.warns(UserWarning, match="zero-element"):
-            self.none = nn.Linear(WIDTH, 0)
-            self.flat = nn.Linear(0, WIDTH)
+            self.none, self.flat = nn.Linear(WIDTH, 0), nn.Linear(0, WIDTH)
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.scalar = nn.Parameter(torch.tensor(0.5))
         self.scalar_frozen = nn.Parameter(torch.tensor(2.0), requires_grad=False)
@@ -569,7 +572,8 @@ class FrozenRecompute(Case):
     def build(self) -> None:
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+            nn.Sequential(nn.LayerNorm(WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            for _ in range(3)
         )
         self.frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).requires_grad_(False)
         self.bare = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
