@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.harness import WorldError, make_trainer, run
+from tests.harness import make_trainer, run
 from tests.parity import STAGES, Outcome, RandomData, all_stages, assert_same, make_strategy, outcome
 
 WIDTH = 8

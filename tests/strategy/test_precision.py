@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_zero import ZeroStrategy
 from lightning_zero.precision import ZeroPrecision
 from tests.harness import make_trainer, run
-from tests.parity import STAGES, Outcome, RandomData, all_stages, assert_same, trained
+from tests.parity import STAGES, RandomData, all_stages, assert_same
 
 
 class Mixture(pl.LightningModule):
