@@ -478,7 +478,7 @@ class ZeroStrategy(DDPStrategy):
             engine.close()
             return
         try:
-            engine.close(_CLOSE_TIMEOUT_SECONDS)
+            engine.close(min(_CLOSE_TIMEOUT_SECONDS, self.config.read_timeout))
         except (RuntimeError, TimeoutError) as error:
             rank_zero_warn(
                 f"The module could not be made whole after the exception: its parameters stay sharded. {error}"
