@@ -51,13 +51,15 @@ class BufferPool:
     """A few unsharded buffers, reused by units of the same layout.
 
     Reuse saves page faults and the making of views. A buffer that somebody still looks into is never reused, it is
-    dropped by reference and lives as long as its last view. At most ``capacity`` idle buffers are kept.
+    dropped by reference and lives as long as its last view. Idle buffers are kept as far as they have together no more
+    bytes than ``capacity`` of the largest buffer seen, so that small units do not crowd out large ones.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, capacity: int) -> None:
         self._device = device
         self._ledger = ledger
         self._capacity = capacity
+        self._largest = 0
         self._idle: list[tuple[FlatLayout, FlatViews]] = []
 
     def take(self, layout: FlatLayout, dtype: torch.dtype) -> FlatViews:
@@ -76,7 +78,8 @@ class BufferPool:
             self._ledger.add("buffers", -buffer.nbytes)
             return
         self._idle.append((layout, buffer))
-        if len(self._idle) > self._capacity:
+        self._largest = max(self._largest, buffer.nbytes)
+        while sum(idle.nbytes for _, idle in self._idle) > self._capacity * self._largest:
             _, oldest = self._idle.pop(0)
             self._ledger.add("buffers", -oldest.nbytes)
 
