@@ -27,6 +27,7 @@ _WAY_OUT = (
     " Sharded tensors are gathered from all ranks, so all ranks must read them, save and step together: move the call out"
     " of code that only some ranks run (such as `if trainer.is_global_zero`)."
 )
+_ASK_SECONDS = 1.0  # for ranks that did not meet to say where they are
 _TAG_ROUNDS = 1024  # a tag may come round again long after its transfer is done
 
 
@@ -114,7 +115,7 @@ class Comm:
         self.world_size = world_size
         self.device = device
         self.stats = CommStats()
-        self._waits = 0
+        self._exchanges = 0
         self._calls: dict[tuple[str, int], int] = defaultdict(int)
         self._worker = Worker("lightning_zero-reduce")
         self._point_to_point = False
@@ -229,20 +230,19 @@ class Comm:
         ranks if they meet here from different places, and with ``timeout`` (seconds) on the ranks that came if others do
         not come at all; both name the ranks and what they were doing.
         """
+        self._exchanges += 1
         own = [fingerprint(place), *values, *[0] * (_WIDTH - len(values))]
         if self.world_size == 1:
             return own[1:], own[1:]
         header = torch.tensor([own, [-v for v in own]], dtype=torch.int64)
         self._count_control(header)
         work = dist.all_reduce(header, op=dist.ReduceOp.MAX, group=self._control_group, async_op=True)
-        if timeout is not None and self._control_group is not None:
-            self._wait_for(work, place, detail, timeout)
+        if timeout is not None and self._control_group is not None and not _completes(work, timeout):
+            raise self._apart(f"{place} {detail}", timeout)
         work.wait()
         most, least = header[0].tolist(), (-header[1]).tolist()
         if most[0] != least[0]:
-            places = self.all_gather_object(f"{place} {detail}".strip())
-            where = "; ".join(f"rank {rank} is {text}" for rank, text in enumerate(places))
-            raise RuntimeError(f"The ranks have gone different ways: {where}. This is rank {self.rank}.{_WAY_OUT}")
+            raise self._apart(f"{place} {detail}", timeout)
         return most[1:], least[1:]
 
     def check_same(self, what: str, values: Sequence[str]) -> None:
@@ -255,24 +255,22 @@ class Comm:
                 listed = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(theirs))
                 raise RuntimeError(f"The ranks do not have the same {what}: {listed}. This is rank {self.rank}.")
 
-    def _wait_for(self, work: Any, place: str, detail: str, timeout: float) -> None:
-        """Wait at most ``timeout`` seconds; then find out over the store, which needs no partner, who did come."""
-        self._waits += 1
-        deadline, pause = time.monotonic() + timeout, 1e-5
-        while not work.is_completed():
-            if time.monotonic() > deadline:
+    def _apart(self, place: str, timeout: float | None) -> RuntimeError:
+        """The error of ranks that did not meet. Who is where is found out over the store, which needs no partner: some
+        may have given up already, others may never come."""
+        self._store.set(f"{self._exchanges}/{self.rank}", place.strip())
+        # The others' time limits end a little earlier or later.
+        deadline = time.monotonic() + min(_ASK_SECONDS, timeout or _ASK_SECONDS)
+        while True:
+            here = [r for r in range(self.world_size) if self._store.check([f"{self._exchanges}/{r}"])]
+            if len(here) == self.world_size or time.monotonic() > deadline:
                 break
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-        else:
-            return
-        self._store.set(f"{self._waits}/{self.rank}", "here")
-        time.sleep(min(1.0, timeout))  # the others' time limits end a little earlier or later
-        here = [r for r in range(self.world_size) if self._store.check([f"{self._waits}/{r}"])]
+            time.sleep(0.01)
+        where = "; ".join(f"rank {r} is {self._store.get(f'{self._exchanges}/{r}').decode()}" for r in here)
         away = [r for r in range(self.world_size) if r not in here]
-        raise RuntimeError(
-            f"rank {self.rank} is {place} {detail}, and so are ranks {here}, but rank(s) {away} did not come within"
-            f" {timeout:g} s.{_WAY_OUT}"
+        missing = f"; rank(s) {away} did not come within {timeout or _ASK_SECONDS:g} s" if away else ""
+        return RuntimeError(
+            f"The ranks have gone different ways: {where}{missing}. This is rank {self.rank}.{_WAY_OUT}"
         )
 
     def close(self) -> None:
@@ -290,6 +288,17 @@ class Comm:
     def _count_control(self, tensor: Tensor) -> None:
         nbytes = 2 * tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
         self.stats.count(CONTROL_CALLS, nbytes)
+
+
+def _completes(work: Any, timeout: float) -> bool:
+    """Whether ``work`` is done within ``timeout`` seconds."""
+    deadline, pause = time.monotonic() + timeout, 1e-5
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
 
 
 def fingerprint(value: Any) -> int:

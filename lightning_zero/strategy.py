@@ -468,8 +468,8 @@ class ZeroStrategy(DDPStrategy):
             self._close_engine(self.engine)
         try:
             super().teardown()
-        except NotImplementedError:
-            # A module on the meta device cannot move to the CPU. The error that has brought us here says so better.
+        except (NotImplementedError, RuntimeError):
+            # A module on the meta device, or left sharded, cannot move to the CPU. What has brought us here says it better.
             if not self._interrupted:
                 raise
 

@@ -56,15 +56,22 @@ class Recorder(pl.Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        if outputs is not None:
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
             self.losses.append(float(loss))
 
 
+class PlainStrategy(DDPStrategy):
+    """DDP's order of samples without its reducer, which does not know several backwards of one forward."""
+
+    def configure_ddp(self) -> None:
+        pass
+
+
 def make_strategy(stage: int, **kwargs: Any) -> Strategy:
-    """Stage 0 is the reference: DDP."""
+    """Stage 0 is the reference: DDP, and in one process plain training."""
     if stage == 0:
-        return DDPStrategy(find_unused_parameters=True)
+        return DDPStrategy(find_unused_parameters=True) if dist.get_world_size() > 1 else PlainStrategy()
     return ZeroStrategy(stage=stage, **{"unit_size_mb": TINY_UNIT_MB, **kwargs})
 
 

@@ -362,6 +362,10 @@ class ZeroEngine:
                 self._unshard_outside(gradients.unit, buffer, f"the gradient of {gradients.unit.names[index]!r}")
 
     def _unshard_outside(self, unit: Unit, buffer: ShardedBuffer, what: str) -> None:
+        if self.closed:
+            raise RuntimeError(
+                f"{what} was read, but the run has ended in an exception that left it sharded: load a checkpoint."
+            )
         for index, is_gradient in self._schedule.agree_outside(unit, buffer is not unit.face, what):
             wanted = self._gradients[index].buffer if is_gradient else self.units[index].face
             if wanted is buffer:

@@ -96,6 +96,8 @@ class UnitGradients:
         """Look at what the user left in ``p.grad``: a cleared gradient is what clears the accumulated sum."""
         self.arrived = self.expected = 0
         self.launched = False
+        if self._home is not None:
+            self._flat = self._home  # not before: late gradients must not overwrite what has been reduced into it
         kept = 0
         for i, parameter in enumerate(self.unit.tensors):
             bit = 1 << i
@@ -183,7 +185,7 @@ class UnitGradients:
             self._previous = None
         self._give_back(self._sent)
         self._sent = None
-        if self._home is not None and not self.filled and reduced.dtype == self._home.flat.dtype:
+        if self._home is not None and reduced.dtype == self._home.flat.dtype:
             own = self.buffer.own_slice(self._home.flat)
             reduced = own.copy_(reduced)
         self._set_shard(reduced)
@@ -233,8 +235,6 @@ class UnitGradients:
     def _give_back(self, flat: FlatViews) -> None:
         if flat is not self._home:
             self._pool.give(self.layout, flat)
-        elif self._flat is None:
-            self._flat = flat
 
     def _set_shard(self, shard: Tensor | None) -> None:
         if shard is None:

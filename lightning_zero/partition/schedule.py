@@ -101,7 +101,8 @@ class Schedule:
         """
         wish = 2 * unit.index + is_gradient
         most, least = self._comm.exchange("reading outside of a step", [wish], what, self._read_timeout)
-        return [(index // 2, bool(index % 2)) for index in sorted({most[0], least[0], wish})]
+        wishes = [wish] if most == least else self._comm.all_gather_object(wish)
+        return [(index // 2, bool(index % 2)) for index in sorted(set(wishes))]
 
     def _find(self, unit: Unit) -> int | None:
         for position in range(self._cursor, len(self._plan)):

@@ -164,5 +164,7 @@ def check_memory(steps: Steps, stage: int, world: int) -> None:
     assert now["optimizer"] == pytest.approx(2 * shard, rel=0.02)
     # Buffers do not grow with the depth of the model: a few units, whatever the stage.
     assert peak.get("buffers", 0) == pytest.approx(steps.predicted_buffers, rel=0.001)
-    assert now.get("buffers", 0) <= peak.get("buffers", 0) <= 5 * steps.sizes.block + 2 * steps.sizes.root
+    # Idle buffers of small units stay beside the large ones.
+    small = 2 * (steps.sizes.root + steps.sizes.norm)
+    assert now.get("buffers", 0) <= peak.get("buffers", 0) <= 5 * steps.sizes.block + small
     assert resident <= steps.stats["peak_total"] <= sum(peak.values())
