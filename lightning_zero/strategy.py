@@ -214,7 +214,7 @@ class ZeroStrategy(DDPStrategy):
             plugin.convert_buffers(module)
             optimizers = self.optimizers if fitting else []
             updater = self._make_updater() if fitting else None
-            self.engine = ZeroEngine(module, comm, config, optimizers, not module.automatic_optimization, updater)
+            self.engine = ZeroEngine(module, comm, config, optimizers, updater)
             if not self.engine.units:
                 self.model = plugin.convert_module(module)
         if fitting:

@@ -38,7 +38,6 @@ class ZeroEngine:
         comm: Comm,
         config: EngineConfig,
         optimizers: Iterable[Optimizer] = (),
-        watch_backward: bool = False,
         updater: Updater | None = None,
     ) -> None:
         self.module = module
@@ -47,7 +46,6 @@ class ZeroEngine:
         self.units: list[Unit] = []
         self._comm = comm
         self._pool = BufferPool(comm.device, self.ledger, capacity=config.prefetch + 2)
-        self._watch_backward = watch_backward
         self._names = {id(p): n for n, p in module.named_parameters()}
         self._where: dict[int, tuple[Unit, int]] = {}
         self._gradients: dict[int, UnitGradients] = {}
@@ -118,7 +116,7 @@ class ZeroEngine:
                     unit, self._comm, self._pool, self.ledger, whole, self._gradient_dtypes(unit, whole), self._access
                 )
             if unit.index in self._gradients:
-                self._handles += hooks.hook_gradients(self._gradients[unit.index], self, self._watch_backward)
+                self._handles += hooks.hook_gradients(self._gradients[unit.index], self)
         return GradientSync([self._gradients[i] for i in sorted(self._gradients)], self._comm)
 
     def _gradient_dtypes(self, unit: Unit, whole: bool) -> GradientDtypes:

@@ -107,20 +107,23 @@ def _watch_inputs(unit: Unit, listener: Listener, args: Any, kwargs: Any) -> Non
             return
 
 
-def hook_gradients(gradients: UnitGradients, listener: Listener, watch_start: bool) -> list[RemovableHandle]:
-    """Tell the listener when a parameter's gradient has been accumulated.
+def hook_gradients(gradients: UnitGradients, listener: Listener) -> list[RemovableHandle]:
+    """Tell the listener when a parameter's gradient is about to be accumulated, and when it has been.
 
-    ``watch_start`` also tells before: needed where the user may call ``backward`` past the strategy (manual
-    optimization), because autograd must not add to what stands in ``p.grad``.
+    Before, because the user may call ``backward`` past the strategy (manual optimization, a penalty in a hook), and
+    autograd must not add to what stands in ``p.grad``.
     """
+
+    def coming(grad: Tensor) -> None:
+        listener.gradient_coming()
+
     handles: list[RemovableHandle] = []
     for index, parameter in enumerate(gradients.unit.tensors):
         if not parameter.requires_grad or gradients.hooked >> index & 1:
             continue
         gradients.hooked |= 1 << index
         handles.append(parameter.register_post_accumulate_grad_hook(_GradientHook(gradients, index, listener)))
-        if watch_start:
-            handles.append(parameter.register_hook(lambda grad: listener.gradient_coming()))
+        handles.append(parameter.register_hook(coming))
     return handles
 
 
