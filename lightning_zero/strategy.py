@@ -1,6 +1,7 @@
 """ZeroStrategy: Lightning's hooks, each a line or two into the engine."""
 
 import os
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -125,6 +126,11 @@ class ZeroStrategy(DDPStrategy):
             reduce_dtype=_as_dtype(reduce_dtype),
             read_timeout=read_timeout,
         )
+        if not isinstance(offload, (bool, OffloadConfig)):
+            raise TypeError(f"offload must be True, False or an OffloadConfig, got {offload!r}")
+        known = dist.Backend.backend_list
+        if process_group_backend is not None and not set(re.findall(r"(?:^|:)(\w+)(?:,|$)", process_group_backend)) <= set(known):
+            raise ValueError(f"process_group_backend must be one of {', '.join(known)}, got {process_group_backend!r}")
         self.offload = OffloadConfig() if offload is True else offload or None
         self.delayed_from = _first_delayed_step(delayed_update, self.offload)
         self.engine: ZeroEngine | None = None

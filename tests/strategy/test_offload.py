@@ -195,6 +195,23 @@ def test_pending_updates_are_finished_before_anybody_looks(stage: int) -> None:
         assert facts["equal"]
 
 
+@pytest.mark.parametrize("offload", ["yes", "cpu", {"num_threads": 1}, 1.0])
+def test_offload_of_another_kind_is_refused(offload: Any) -> None:
+    with pytest.raises(TypeError, match="offload must be True, False or an OffloadConfig"):
+        ZeroStrategy(offload=offload)
+
+
+@pytest.mark.parametrize("backend", ["glooo", "cpu:gloo,cuda:ncl"])
+def test_unknown_backends_are_refused(backend: str) -> None:
+    with pytest.raises(ValueError, match="process_group_backend must be one of"):
+        ZeroStrategy(process_group_backend=backend)
+
+
+def test_known_backends_are_taken() -> None:
+    for backend in ("gloo", "nccl", "cpu:gloo,cuda:nccl"):
+        assert ZeroStrategy(process_group_backend=backend).process_group_backend == backend
+
+
 def test_delayed_update_without_offload_is_refused() -> None:
     with pytest.raises(ValueError, match="needs offload=True"):
         ZeroStrategy(delayed_update=True)
