@@ -301,6 +301,14 @@ def _completes(work: Any, timeout: float) -> bool:
     return True
 
 
+def check_backend(name: str) -> None:
+    """Raise ValueError unless ``name`` ("gloo", or "cpu:gloo,cuda:nccl") names backends that torch knows."""
+    known = dist.Backend.backend_list
+    for part in name.split(","):
+        if part.rpartition(":")[2].strip().lower() not in known:
+            raise ValueError(f"process_group_backend must be one of {', '.join(known)}, got {name!r}")
+
+
 def fingerprint(value: Any) -> int:
     """A 62-bit number that is the same on all ranks for values with the same ``repr``."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 2

@@ -138,3 +138,26 @@ def checked_unit_bytes(unit_size_mb: Any) -> int:
     if not isinstance(unit_size_mb, (int, float)) or not 0 < unit_size_mb < float("inf"):
         raise ValueError(f"unit_size_mb must be a positive number, got {unit_size_mb!r}")
     return max(1, int(unit_size_mb * 2**20))
+
+
+def first_delayed_step(delayed_update: bool | int, offload: OffloadConfig | None) -> int | None:
+    """The optimizer step from which updates are delayed; None for never."""
+    if delayed_update is False:
+        return None
+    if offload is None:
+        raise ValueError(f"delayed_update={delayed_update!r} needs offload=True: it is the step on the host that is delayed")
+    if delayed_update is True:
+        return DELAYED_UPDATE_WARM_UP
+    if not isinstance(delayed_update, int) or delayed_update < 0:
+        raise ValueError(f"delayed_update must be a bool or the first delayed step (an int >= 0), got {delayed_update!r}")
+    return delayed_update
+
+
+def checked_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """Accept ``torch.bfloat16``, ``"bfloat16"`` and ``"torch.bfloat16"`` (YAML has strings only)."""
+    if value is None:
+        return None
+    dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"reduce_dtype must be a floating-point dtype or its name such as 'bfloat16', got {value!r}")
+    return dtype

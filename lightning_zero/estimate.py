@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, RESIDENCE, checked_unit_bytes
+from lightning_zero.partition.elementwise import states_per_element
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import group_parameters, largest_automatic_unit
 from lightning_zero.partition.layout import build_layout, row_major_stride
-from lightning_zero.partition.optimizer import states_per_element
 from lightning_zero.partition.unit import Unit
 
 KINDS = ("parameters", "gradients", "master", "optimizer")

@@ -1,7 +1,6 @@
 """ZeroStrategy: Lightning's hooks, each a line or two into the engine."""
 
 import os
-import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -26,14 +25,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Comm
+from lightning_zero.comm import Comm, check_backend
 from lightning_zero.config import (
     DEFAULT_UNIT_SIZE_MB,
-    DELAYED_UPDATE_WARM_UP,
     EngineConfig,
     OffloadConfig,
+    checked_reduce_dtype,
     checked_unit_bytes,
     checked_unit_policy,
+    first_delayed_step,
 )
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine, check_module
@@ -123,18 +123,16 @@ class ZeroStrategy(DDPStrategy):
             unit_bytes=checked_unit_bytes(unit_size_mb),
             unit_policy=checked_unit_policy(unit_policy),
             prefetch=prefetch,
-            reduce_dtype=_as_dtype(reduce_dtype),
+            reduce_dtype=checked_reduce_dtype(reduce_dtype),
             read_timeout=read_timeout,
         )
         if not isinstance(offload, (bool, OffloadConfig)):
             raise TypeError(f"offload must be True, False or an OffloadConfig, got {offload!r}")
-        known = dist.Backend.backend_list
-        if process_group_backend is not None and not set(re.findall(r"(?:^|:)(\w+)(?:,|$)", process_group_backend)) <= set(known):
-            raise ValueError(f"process_group_backend must be one of {', '.join(known)}, got {process_group_backend!r}")
+        if process_group_backend is not None:
+            check_backend(process_group_backend)
         self.offload = OffloadConfig() if offload is True else offload or None
-        self.delayed_from = _first_delayed_step(delayed_update, self.offload)
+        self.delayed_from = first_delayed_step(delayed_update, self.offload)
         self.engine: ZeroEngine | None = None
-        self._updater: HostUpdate | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._comm: Comm | None = None
         self._comm_group: Any = None
@@ -507,18 +505,6 @@ class ZeroStrategy(DDPStrategy):
             )
 
 
-def _first_delayed_step(delayed_update: bool | int, offload: OffloadConfig | None) -> int | None:
-    if delayed_update is False:
-        return None
-    if offload is None:
-        raise ValueError(f"delayed_update={delayed_update!r} needs offload=True: it is the step on the host that is delayed")
-    if delayed_update is True:
-        return DELAYED_UPDATE_WARM_UP
-    if not isinstance(delayed_update, int) or delayed_update < 0:
-        raise ValueError(f"delayed_update must be a bool or the first delayed step (an int >= 0), got {delayed_update!r}")
-    return delayed_update
-
-
 def _refuse_unfinished(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False:
@@ -537,13 +523,3 @@ def _outline(module: nn.Module) -> list[str]:
         for name, tensor in tensors
         if name not in ignored
     ]
-
-
-def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """Accept ``torch.bfloat16``, ``"bfloat16"`` and ``"torch.bfloat16"`` (YAML has strings only)."""
-    if value is None:
-        return None
-    dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"reduce_dtype must be a floating-point dtype or its name such as 'bfloat16', got {value!r}")
-    return dtype

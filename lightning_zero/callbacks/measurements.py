@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_zero.comm import CONTROL_CALLS
 from lightning_zero.estimate import KINDS
-from lightning_zero.partition.optimizer import state_bytes
+from lightning_zero.partition.elementwise import state_bytes
 from lightning_zero.strategy import ZeroStrategy
 
 BUFFERS = "buffers"

@@ -13,10 +13,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.comm import Comm, fingerprint
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition import clipping, handle, hooks
+from lightning_zero.partition.elementwise import check_supported, state_bytes
 from lightning_zero.partition.gradients import GradientDtypes, GradientSync, UnitGradients
 from lightning_zero.partition.grouping import check_modules, group_parameters
 from lightning_zero.partition.memory import BufferPool, Ledger
-from lightning_zero.partition.optimizer import OptimizerBinding, Updater, check_supported, state_bytes
+from lightning_zero.partition.optimizer import OptimizerBinding, Updater
+from lightning_zero.partition.outside import OutsideReads
 from lightning_zero.partition.schedule import Schedule
 from lightning_zero.partition.unit import ShardedBuffer, State, Unit
 from lightning_zero.partition.whole import WholeTensors
@@ -51,7 +53,7 @@ class ZeroEngine:
         self._gradients: dict[int, UnitGradients] = {}
         self._handles: list[RemovableHandle] = []
         self._bindings: list[OptimizerBinding] = []
-        self._outside: dict[int, ShardedBuffer] = {}
+        self._outside = OutsideReads(comm)
         self._in_step = False
         self._backward_open = False
         self._phase_reduces = True
@@ -60,6 +62,7 @@ class ZeroEngine:
         self._kind = ""
         self._hides_whole = config.dtypes.separate_main
         self._keep_state = True
+        self._updater = updater
         self.closed = False
         self.optimizers = optimizers = list(optimizers)
         self._states_counted = 0
@@ -325,7 +328,7 @@ class ZeroEngine:
         if unit.face.is_whole:
             unit.face.unshard()
         elif unit.face.state is not State.UNSHARDED:
-            self._unshard_outside(unit, unit.face, f"the parameters of {unit.name!r}")
+            self._unshard_outside(unit, False, f"the parameters of {unit.name!r}")
 
     @property
     def computes(self) -> bool:
@@ -352,30 +355,29 @@ class ZeroEngine:
             if self.computes or unit.face.is_whole:
                 self.unshard(unit)
             else:
-                self._unshard_outside(unit, unit.face, f"parameter {unit.names[index]!r}")
+                self._unshard_outside(unit, False, f"parameter {unit.names[index]!r}")
             return
         for gradients in self._gradients.values():
             if gradients.buffer is buffer:
                 index = next(i for i, t in enumerate(gradients.handles) if t is tensor)
-                self._unshard_outside(gradients.unit, buffer, f"the gradient of {gradients.unit.names[index]!r}")
+                self._unshard_outside(gradients.unit, True, f"the gradient of {gradients.unit.names[index]!r}")
 
-    def _unshard_outside(self, unit: Unit, buffer: ShardedBuffer, what: str) -> None:
+    def _unshard_outside(self, unit: Unit, is_gradient: bool, what: str) -> None:
         if self.closed:
             raise RuntimeError(
                 f"{what} was read, but the run has ended in an exception that left it sharded: load a checkpoint."
             )
-        for index, is_gradient in self._schedule.agree_outside(unit, buffer is not unit.face, what):
-            wanted = self._gradients[index].buffer if is_gradient else self.units[index].face
-            if wanted is buffer:
-                buffer.unshard()
-                self._outside[id(buffer)] = buffer
+        for index, of_gradient in self._schedule.agree_outside(unit, is_gradient, what):
+            buffer = self._gradients[index].buffer if of_gradient else self.units[index].face
+            if (index, of_gradient) == (unit.index, is_gradient):
+                self._outside.unshard(buffer)
             else:
-                wanted.serve()
+                buffer.serve()
 
     # -- resharding --------------------------------------------------------------------------------------------------
 
     def _reshard(self, unit: Unit) -> None:
-        if unit.buffer.is_whole or id(unit.buffer) in self._outside:
+        if unit.buffer.is_whole or unit.buffer in self._outside:
             return
         if not unit.unsharded_in_backward:
             unit.keep_edits()
@@ -398,37 +400,7 @@ class ZeroEngine:
             for unit in self.units:
                 if unit.buffer.state is State.UNSHARDED:
                     unit.keep_edits()
-        outside, self._outside = self._outside, {}
-        if not outside:
-            return
-        read = [u for u in self.units if id(u.face) in outside]
-        for unit in read:
-            unit.keep_outside_edits()
-        self._check_same_edits(read)
-        for unit in read:
-            unit.face.reshard()
-        for gradients in self._gradients.values():
-            if id(gradients.buffer) in outside:
-                gradients.settle()
-
-    def _check_same_edits(self, read: list[Unit]) -> None:
-        """Each rank keeps its own shard's range of an edit: that is the user's edit only if all made the same."""
-        if self._comm.world_size == 1:
-            return
-        sums = {unit.index: unit.checksum() for unit in read}
-        most, least = self._comm.exchange("starting a step after parameters were read", [fingerprint(sums)])
-        if most == least:
-            return
-        nothing = torch.iinfo(torch.int64).min
-        high = [sums.get(unit.index, nothing) for unit in self.units]
-        low = [-sums[unit.index] if unit.index in sums else nothing for unit in self.units]
-        header = self._comm.all_reduce(torch.tensor([high, low], dtype=torch.int64), "max")
-        for unit, most, least in zip(self.units, *header.tolist(), strict=True):
-            if most != nothing and most != -least:
-                raise RuntimeError(
-                    f"The parameters of {unit.name!r} ({', '.join(unit.names[:3])}, ...) were edited differently on the"
-                    f" ranks (this is rank {self.rank}). Make the same edit on all ranks, or edit on one and broadcast."
-                )
+        self._outside.settle(self.units, self._gradients.values())
 
     # -- optimizers --------------------------------------------------------------------------------------------------
 
@@ -510,11 +482,12 @@ class ZeroEngine:
         units = [u for u in self.units if not inside.isdisjoint(map(id, u.tensors))]
         for unit in units:
             self.unshard(unit)
-        yield
-        for unit in units:
-            if not write_back and id(unit.face) in self._outside:
-                del self._outside[id(unit.face)]
-                unit.face.reshard()
+        try:
+            yield
+        finally:
+            if not write_back:
+                for unit in units:
+                    self._outside.discard(unit.face)
         if write_back:
             self.settle()
 
@@ -573,18 +546,22 @@ class ZeroEngine:
             return
         self.closed = True
         self.abandon()
-        if timeout is not None:
-            self._comm.exchange("ending after an exception", [len(self.units)], timeout=timeout)
-        self.drain()
-        self.settle()
-        self._sync.close()
-        for unit in self.units:
-            unit.face.unshard()
-            unit.face.release()
-        for removable in self._handles:
-            removable.remove()
-        self._pool.clear()
-        self._comm.close()
+        try:
+            if timeout is not None:
+                self._comm.exchange("ending after an exception", [len(self.units)], timeout=timeout)
+            self.drain()
+            self.settle()
+            self._sync.close()
+            for unit in self.units:
+                unit.face.unshard()
+                unit.face.release()
+        finally:
+            for removable in self._handles:
+                removable.remove()
+            self._pool.clear()
+            self._comm.close()
+            if self._updater is not None:
+                self._updater.close()
 
 
 def check_module(module: nn.Module, config: EngineConfig) -> None:

@@ -491,3 +491,39 @@ def test_unfreezing_in_mid_run(module: type[Case]) -> None:
 
 def each_stage(module: type[Case], settings: dict[str, Any]) -> dict[int, Outcome]:
     return {stage: replace(trained(module, stage, batch_size=2, **settings), losses=[]) for stage in STAGES}
+
+
+class GivesUp(pl.Callback):
+    """Overwrites a weight in a block without write-back that ends in an exception."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        parameter = next(module.parameters())
+        before = parameter.detach().clone()
+        try:
+            with torch.no_grad(), trainer.strategy.full_parameters():
+                parameter.fill_(7.0)
+                raise KeyError
+        except KeyError:
+            pass
+        module.extra["kept"] = torch.equal(parameter.detach(), before)
+
+
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.extra: dict[str, bool] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.linear(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def given_up() -> dict[str, bool]:
+    return trained(Plain, 3, data=(4, 8), callbacks=[GivesUp()]).extra
+
+
+def test_edits_without_write_back_are_dropped_also_after_an_exception() -> None:
+    assert run(2, given_up) == [{"kept": True}] * 2

@@ -1,5 +1,6 @@
 """offload=True: the step runs on the host with the same numbers; delayed_update: one step late, to the bit."""
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -193,6 +194,32 @@ def test_pending_updates_are_finished_before_anybody_looks(stage: int) -> None:
     for seen, facts in run(2, drained, stage, None):
         assert seen[-1] == facts["last"]
         assert facts["equal"]
+
+
+class WithEmpty(Net):
+    def __init__(self) -> None:
+        super().__init__("adamw_fused")
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.empty.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def test_a_parameter_without_elements() -> None:
+    assert_same(run(2, with_offload, WithEmpty, {"data": (12, 6)}), exact=False)
+
+
+def threads_after(stage: int) -> list[str]:
+    trained(Net, stage, data=(24, 6), strategy_kwargs={"offload": True, "delayed_update": 1})
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_zero")]
+
+
+def test_no_thread_outlives_fit() -> None:
+    for stage in STAGES:
+        assert run(2, threads_after, stage) == [[], []]
 
 
 @pytest.mark.parametrize("offload", ["yes", "cpu", {"num_threads": 1}, 1.0])
