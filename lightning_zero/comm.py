@@ -236,14 +236,25 @@ class Comm:
             return own[1:], own[1:]
         header = torch.tensor([own, [-v for v in own]], dtype=torch.int64)
         self._count_control(header)
-        work = dist.all_reduce(header, op=dist.ReduceOp.MAX, group=self._control_group, async_op=True)
-        if timeout is not None and self._control_group is not None and not _completes(work, timeout):
-            raise self._apart(f"{place} {detail}", timeout)
-        work.wait()
+        try:
+            self._all_reduce_within(header, timeout)
+        except RuntimeError as error:
+            raise self._apart(f"{place} {detail}", timeout) from error
         most, least = header[0].tolist(), (-header[1]).tolist()
         if most[0] != least[0]:
             raise self._apart(f"{place} {detail}", timeout)
         return most[1:], least[1:]
+
+    def _all_reduce_within(self, header: Tensor, timeout: float | None) -> None:
+        if timeout is None or self._control_group is None:
+            dist.all_reduce(header, op=dist.ReduceOp.MAX, group=self._control_group)
+            return
+        # The time limit is the collective's own: one that was only given up on would go on waiting in a thread of the
+        # group, and the process could not end.
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        options.timeout = timedelta(seconds=timeout)
+        self._control_group.allreduce([header], options).wait()
 
     def check_same(self, what: str, values: Sequence[str]) -> None:
         """Raise RuntimeError on all ranks unless all have the same ``values``; it names the first difference."""
@@ -288,17 +299,6 @@ class Comm:
     def _count_control(self, tensor: Tensor) -> None:
         nbytes = 2 * tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
         self.stats.count(CONTROL_CALLS, nbytes)
-
-
-def _completes(work: Any, timeout: float) -> bool:
-    """Whether ``work`` is done within ``timeout`` seconds."""
-    deadline, pause = time.monotonic() + timeout, 1e-5
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
-    return True
 
 
 def check_backend(name: str) -> None:
