@@ -252,7 +252,7 @@ class Comm:
         # The time limit is the collective's own: one that was only given up on would go on waiting in a thread of the
         # group, and the process could not end.
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         options.timeout = timedelta(seconds=timeout)
         self._control_group.allreduce([header], options).wait()
 
