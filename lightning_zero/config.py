@@ -62,10 +62,13 @@ class ParameterDtypes:
     compute: Mapping[int, torch.dtype] = field(default_factory=dict)
     """By ``id`` of the parameter: the dtype that steps compute with, where it is not the parameter's own."""
     shows_main: bool = False
-    """Outside of a step a parameter has its own dtype and shows its master weights (mixed precision)."""
+    """Outside of a step a parameter that steps cast has its own dtype and shows its master weights (mixed precision)."""
 
     separate_main: bool = False
     """Trained parameters have master weights even where those are of the same dtype: an update runs beside steps."""
+
+    def is_shown_as_main(self, parameter: torch.nn.Parameter) -> bool:
+        return self.shows_main and parameter.dtype != self.compute_dtype(parameter)
 
     def compute_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
         return self.compute.get(id(parameter), parameter.dtype)
@@ -78,7 +81,7 @@ class ParameterDtypes:
             return torch.promote_types(parameter.dtype, torch.float32)
         if not compute.is_floating_point or compute.itemsize >= 4:
             return None
-        if parameter.requires_grad or (self.shows_main and parameter.dtype != compute):
+        if parameter.requires_grad or self.is_shown_as_main(parameter):
             return torch.promote_types(parameter.dtype, torch.float32)
         return None
 

@@ -53,6 +53,8 @@ class ZeroPrecision(Precision):
     engine: ZeroEngine | None = None
     scaler: "torch.amp.GradScaler | None" = None
     autocast_modules: Mapping[type[nn.Module], tuple[str, ...]] = AUTOCAST_MODULES
+    last_grad_norm: Tensor | None = None
+    """What the last clipping by norm found, before it clipped."""
 
     def __new__(
         cls,
@@ -71,7 +73,7 @@ class ZeroPrecision(Precision):
 
     def __reduce__(self) -> Any:
         # The class is made on the fly; make it again from the plugin's own.
-        state = {k: v for k, v in vars(self).items() if k != "engine"}
+        state = {k: v for k, v in vars(self).items() if k not in ("engine", "last_grad_norm")}
         return _mix, (type(self).__mro__[2], state)
 
     # -- dtypes ------------------------------------------------------------------------------------------------------
@@ -165,10 +167,11 @@ class ZeroPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        parameters = list(self.main_params(optimizer))
         if self.engine is None or not self.engine.units:
-            super().clip_grad_by_norm(optimizer, clip_val)
+            self.last_grad_norm = nn.utils.clip_grad_norm_(parameters, clip_val)
         else:
-            self.engine.clip_by_norm(list(self.main_params(optimizer)), float(clip_val))
+            self.last_grad_norm = self.engine.clip_by_norm(parameters, float(clip_val))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

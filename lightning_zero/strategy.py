@@ -441,6 +441,15 @@ class ZeroStrategy(DDPStrategy):
         with self.engine.full_parameters(target, write_back):
             yield
 
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """The 2-norm over all ranks of the gradients that were last clipped by norm, before that (0-dim, unscaled).
+
+        None before the first clipping. With several optimizers, of the one clipped last. Costs nothing: log it from any
+        hook after the step, such as ``on_train_batch_end``.
+        """
+        return self.precision_plugin.last_grad_norm
+
     def memory_stats(self) -> dict[str, Any]:
         """Model-state bytes on this rank: ``{"now": {kind: bytes}, "peak": {kind: bytes}, "peak_total": bytes}``.
 

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 DEFAULT_TIMEOUT = 60.0
 # What the other ranks get to finish or fail on their own once one rank has failed.
@@ -125,12 +126,17 @@ def make_trainer(root: str | Path, **kwargs: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
+    plugins = list(kwargs.pop("plugins", []))
+    if kwargs.get("precision") == "16-mixed":
+        # On a CPU Lightning takes the flag for bf16-mixed; given itself, the plugin is left alone.
+        del kwargs["precision"]
+        plugins.append(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
     return Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         default_root_dir=root,
         # Named, because a machine's own scheduler variables would otherwise choose another one.
-        plugins=[LightningEnvironment(), *kwargs.pop("plugins", [])],
+        plugins=[LightningEnvironment(), *plugins],
         **(quiet | kwargs),
     )
 

@@ -98,12 +98,15 @@ class ZeroEngine:
             for name, parameter in group.parameters:
                 if not parameter.numel():
                     continue  # nothing to shard
-                kind = (dtypes.compute_dtype(parameter), dtypes.master_dtype(parameter), parameter.requires_grad)
+                kind = (
+                    dtypes.compute_dtype(parameter), dtypes.master_dtype(parameter),
+                    dtypes.is_shown_as_main(parameter), parameter.requires_grad,
+                )  # fmt: skip
                 alike.setdefault(kind, []).append((name, parameter))
-            for (compute, master, _), pairs in alike.items():
+            for (compute, master, shows_main, _), pairs in alike.items():
                 unit = Unit(
                     len(self.units), group.name or "the module", group.modules, pairs, self._comm, self._pool, self.ledger,
-                    self._access, whole, compute, master, dtypes.shows_main, self.config.main_device,
+                    self._access, whole, compute, master, shows_main, self.config.main_device,
                 )  # fmt: skip
                 self.units.append(unit)
                 self._handles += hooks.hook_readers(unit, group.readers, self)

@@ -1,6 +1,8 @@
 """The dtype contract and its numbers: mixed is Lightning's AMP, half keeps fp32 masters, fp16 scales its loss."""
 
+import sysconfig
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,13 +56,16 @@ class Mixture(pl.LightningModule):
         return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_mixed_is_lightnings_amp(world: int, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("world", "optimizer", "flag"),
+    [(1, "sgd", "bf16-mixed"), (2, "sgd", "bf16-mixed"), (1, "adamw", "bf16-mixed"), (2, "adamw", "bf16-mixed"),
+     (2, "adamw", "16-mixed")],
+)  # fmt: skip
+def test_mixed_is_lightnings_amp(world: int, optimizer: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit where 16-bit gradients are summed in fp32, which a norm to clip makes necessary: what each rank sends
     is what autocast's backward gives, before it is widened."""
     monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
-    kwargs = {"data": (16, 6), "precision": "bf16-mixed", "gradient_clip_val": 1e6}
+    kwargs = {"data": (16, 6), "precision": flag, "gradient_clip_val": 1e6}
     results = run(world, all_stages, partial(Mixture, optimizer), kwargs)
     assert results[0][0].weights["linear.weight"].dtype == torch.float32
     # In evaluation plain attention takes a fused path with another rounding if weights and input have one dtype.
@@ -72,6 +77,7 @@ CONTRACT = {
     "32-true": ("float32", "float32", "float32", None, "float32"),
     "64-true": ("float64", "float64", "float64", None, "float64"),
     "bf16-mixed": ("bfloat16", "bfloat16", "bfloat16", "float32", "float32"),
+    "16-mixed": ("float16", "float16", "float32", "float32", "float32"),
     "bf16-true": ("bfloat16", "bfloat16", "bfloat16", "float32", "bfloat16"),
     "16-true": ("float16", "float16", "float32", "float32", "float16"),
 }
@@ -85,6 +91,11 @@ class Looking(Mixture):
         for name in ("linear", "norm"):
             module = getattr(self, name)
             module.register_forward_pre_hook(lambda m, _, n=name: self.extra.update({n: _short(m.weight.dtype)}))
+        self.linear.register_forward_hook(lambda m, _, out: self.extra.update(output=_short(out.dtype)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.extra["input"] = _short(batch.dtype)
+        return super().training_step(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy = self.trainer.strategy
@@ -116,7 +127,9 @@ def test_contract(flag: str) -> None:
         for stage in STAGES:
             seen = by_stage[stage].extra
             assert seen["linear"] == compute
+            assert seen["output"] == compute
             assert seen["norm"] == (compute if true else "float32")
+            assert seen["input"] == (compute if true else "float32")
             assert seen["buffer"] == (compute if true else "float32")
             assert (seen["wire"], seen["kept"], seen["master"]) == (wire, kept, master)
             assert seen["seen"] == seen["seen gradient"] == file
@@ -182,6 +195,92 @@ def test_micro_batches_are_summed_in_fp32() -> None:
         assert results[1:] == [1 - 287.5 / 64] * 2
 
 
+class Exotic(Mixture):
+    """A unit of four dtypes: layers that the user has cast, a norm that stays fp32, and frozen integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Module()
+        self.block.norm = nn.LayerNorm(8)
+        self.block.low = nn.Linear(8, 8).bfloat16()
+        self.block.wide = nn.Linear(8, 8).double()
+        self.block.codes = nn.Parameter(torch.randint(-8, 8, (8, 8), dtype=torch.int8), requires_grad=False)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        block = self.block
+        with torch.autocast("cpu", enabled=False):
+            x = block.norm(batch[:, :1].repeat(1, 8).float())
+            x = block.low(x.bfloat16()).float() @ (block.codes.float() / 8)
+            x = block.wide(x.double()).float()
+        self.extra = {name: _short(p.dtype) for name, p in block.named_parameters()}
+        return super().loss(batch) + x.square().mean()
+
+
+@pytest.mark.parametrize("flag", ["32-true", "bf16-mixed"])
+def test_a_unit_of_several_dtypes_keeps_each(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
+    for world in (1, 2):
+        kwargs = {"data": (16, 6), "precision": flag, "gradient_clip_val": 1e6}
+        results = run(world, all_stages, Exotic, kwargs)
+        expected = {"norm": "float32", "low": "bfloat16", "wide": "float64", "codes": "int8"}
+        for outcome in (outcome for by_stage in results for outcome in by_stage.values()):
+            assert {name.split(".")[0]: dtype for name, dtype in outcome.extra.items()} == expected
+            assert {_short(outcome.weights[f"block.{name}"].dtype) for name in outcome.extra} == set(expected.values())
+        # The reference updates its bf16 weights without masters: four updates of up to 1e-2, each rounded to 8 bits.
+        assert_same(results, exact=False, atol=2e-2)
+
+
+class Normed(Mixture):
+    """Notes the norm that the strategy tells beside the one that torch computes from whole gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.whole_norm = nn.utils.get_total_norm([g.float() for g in gradients]).item()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ZeroStrategy):
+            self.extra = {"norms": (self.whole_norm, float(strategy.last_grad_norm))}
+
+
+@pytest.mark.parametrize("flag", ["32-true", "bf16-mixed", "16-true"])
+def test_the_norm_is_there_for_loggers(flag: str) -> None:
+    """The norm before clipping, unscaled, the same on all ranks; on one rank that shards nothing too."""
+    for world in (1, 2):
+        results = run(world, all_stages, Normed, {"data": (8, 6), "precision": flag, "gradient_clip_val": 0.1})
+        for stage in STAGES:
+            for whole, told in (by_stage[stage].extra["norms"] for by_stage in results):
+                assert whole == pytest.approx(told, rel=1e-2 if "16" in flag else 1e-5)
+                assert told > 0.1
+            assert len({by_stage[stage].extra["norms"][1] for by_stage in results}) == 1
+
+
+# flag -> how far the GPT example's loss may be from that of 32-true, relatively; docs/precision.md states it
+BANDS = {"bf16-mixed": 5e-3, "16-mixed": 5e-3, "bf16-true": 1e-2, "16-true": 2e-2}
+
+
+def gpt_losses(flags: list[str]) -> list[float]:
+    from examples.train_gpt import GPT, TextWindows, encode
+
+    text = encode("\n".join(Path(sysconfig.get_path("stdlib"), f"{name}.py").read_text() for name in ("argparse", "typing")))
+    losses = []
+    for flag in flags:
+        torch.manual_seed(0)
+        model = GPT(context=32, width=64, depth=2, warmup_steps=10)
+        trainer = make_trainer(".", strategy=ZeroStrategy(stage=3), max_steps=45, precision=flag)
+        trainer.fit(model, torch.utils.data.DataLoader(TextWindows(text[:-8192], 32), 16, shuffle=True, drop_last=True))
+        validation = torch.utils.data.DataLoader(TextWindows(text[-8192:], 32), 64)
+        losses.append(trainer.validate(model, validation, verbose=False)[0]["val_loss"])
+    return losses
+
+
+def test_the_gpt_example_trains_alike_in_every_precision() -> None:
+    [(reference, *losses)] = run(1, gpt_losses, ["32-true", *BANDS])
+    assert reference < 3.6  # from 5.5
+    for (flag, band), loss in zip(BANDS.items(), losses, strict=True):
+        assert loss == pytest.approx(reference, rel=band), flag
+
+
 class OneInf(Tiny):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -231,7 +330,7 @@ def resumed(stage: int, flag: str) -> tuple[dict[str, Tensor], dict[str, Tensor]
     return unbroken, fit(2, save=False, path="half.ckpt")
 
 
-@pytest.mark.parametrize("flag", ["32-true", "bf16-true", "bf16-mixed", "16-true"])
+@pytest.mark.parametrize("flag", ["32-true", "bf16-true", "bf16-mixed", "16-mixed", "16-true"])
 def test_resume_is_bit_equal(flag: str) -> None:
     for stage in STAGES:
         for unbroken, again in run(2, resumed, stage, flag):
