@@ -22,6 +22,11 @@ class OffloadConfig:
     """Folder for the NVMe tier; not implemented yet."""
     num_threads: int | None = None
     """Threads of each rank's step; ``None`` shares the host's cores among its ranks."""
+    early_update: bool = False
+    """Update each unit as soon as its gradients are there, beside the rest of backward, and take the update back where
+    clipping or a hook then changes them. Adam only; keeps 12 bytes per parameter and N ranks to undo it."""
+    pin_memory: bool | None = None
+    """Page-lock the host memory that copies go through; ``None`` where there is a device that can use it."""
 
     def __post_init__(self) -> None:
         if self.optimizer == "nvme" or self.parameters is not None or self.nvme_path is not None:

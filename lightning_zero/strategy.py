@@ -38,6 +38,7 @@ from lightning_zero.config import (
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine, check_module
 from lightning_zero.precision import ZeroPrecision, translate
+from lightning_zero.transfer import Link, StreamLink
 from lightning_zero.uneven import UnevenBatches
 
 _CLOSE_TIMEOUT_SECONDS = 10.0
@@ -214,10 +215,10 @@ class ZeroStrategy(DDPStrategy):
             raise RuntimeError("ZeroStrategy.setup was called without a LightningModule")
         self.engine = None
         if self._shards(fitting):
-            config = self._engine_config(module)
+            updater = self._make_updater() if fitting else None
+            config = self._engine_config(module, updater)
             plugin.convert_buffers(module)
             optimizers = self.optimizers if fitting else []
-            updater = self._make_updater() if fitting else None
             self.engine = ZeroEngine(module, comm, config, optimizers, updater)
             if not self.engine.units:
                 self.model = plugin.convert_module(module)
@@ -226,13 +227,14 @@ class ZeroStrategy(DDPStrategy):
         plugin.engine = self.engine
         self._syncs_buffers = self._buffers_due = fitting and comm.world_size > 1
 
-    def _engine_config(self, module: "pl.LightningModule") -> EngineConfig:
+    def _engine_config(self, module: "pl.LightningModule", updater: HostUpdate | None) -> EngineConfig:
         host = torch.device("cpu")
-        on_host = self.offload is not None and self.root_device != host
-        delayed = self.delayed_from is not None
+        on_host = updater is not None and updater.link is not None
+        # Updates that run beside steps need weights of their own.
+        beside = self.delayed_from is not None or (updater is not None and updater.is_early)
         return replace(
             self.config,
-            dtypes=replace(self.precision_plugin.parameter_dtypes(module), separate_main=on_host or delayed),
+            dtypes=replace(self.precision_plugin.parameter_dtypes(module), separate_main=on_host or beside),
             main_device=host if on_host else None,
             wide_sums=self._wide_sums(module),
         )
@@ -242,7 +244,13 @@ class ZeroStrategy(DDPStrategy):
             return None
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = self.offload.num_threads or default_threads(self.num_processes, cores)
-        return HostUpdate(self._delays, threads)
+        return HostUpdate(self._delays, threads, self._make_link(self.offload), self.offload.early_update)
+
+    def _make_link(self, offload: OffloadConfig) -> Link | None:
+        """The way to host memory; None on a CPU, where there is nowhere to go."""
+        if self.root_device.type == "cpu":
+            return None
+        return StreamLink(self.root_device, offload.pin_memory is not False)
 
     def _delays(self) -> bool:
         return self.delayed_from is not None and self._trainer.global_step >= self.delayed_from

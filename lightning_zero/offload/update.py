@@ -1,4 +1,4 @@
-"""The optimizer step on the host: the kernel for Adam, the user's own optimizer for others, at once or one step late.
+"""The optimizer step on the host: the kernel for Adam, the user's own optimizer for others; at once, early or late.
 
 [Note: delayed parameter update]
 ZeRO-Offload (ATC 21), section 5.2. From some step on the update for step t's gradients runs on a thread of its own during
@@ -8,10 +8,18 @@ step t + 1's forward and backward, and its result is published at the end of tha
 
 The hyper-parameters are those of the step the gradients belong to. The update works on master weights of its own, so
 forward and backward never see half of it.
+
+[Note: early update]
+A unit's update may begin when its gradients are reduced, while backward goes on with other units. What is decided later
+(a factor to clip by, a hook that edits gradients, a step that does not come) may make it wrong, so the old bytes are kept.
+The step that comes accepts an early update if it was computed from the very same gradients (the same memory, unchanged
+since) and settings; otherwise it puts the old bytes back and computes it again. Either way the result has the same bits.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +28,13 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_zero.offload.cpu_adam import CPUAdam, options_of
 from lightning_zero.ops import AdamOptions, adam_step_
 from lightning_zero.partition.optimizer import UpdateGroup, UpdateItem, stand_in
+from lightning_zero.partition.unit import Unit
+from lightning_zero.transfer import HostPool, Link
 from lightning_zero.worker import Worker
 
 _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+# Steps without early updates after one that had to take some back; doubled each time in a row, up to the limit.
+_FIRST_PAUSE, _LONGEST_PAUSE = 2, 64
 
 
 class HostUpdate:
@@ -31,65 +43,222 @@ class HostUpdate:
     ``delays()`` tells whether the update that comes now is to run one step late.
     """
 
-    def __init__(self, delays: Callable[[], bool], num_threads: int | None = None) -> None:
+    def __init__(
+        self, delays: Callable[[], bool], num_threads: int | None = None, link: Link | None = None, early: bool = False
+    ) -> None:
+        self.link = link
+        self.is_early = early
         self._delays = delays
         self._num_threads = num_threads
         self._worker = Worker("lightning_zero-update")
+        self._kept = HostPool(pin_memory=False)
+        self._early: dict[int, _EarlyUpdate] = {}
+        self._pause = self._pause_left = 0
 
     def run(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> Future | None:
         """Update the shards in ``groups``; a future where the update goes on in the background."""
+        groups, ready = self._without_early(groups)
         delayed = self._delays()
-        if delayed:
-            for group in groups:
-                for item in group.items:
-                    # The next backward may write where this gradient stands.
-                    item.grad = item.grad.clone()
-                    item.copy = None
+        kept = self._keep_gradients(groups) if delayed else []
+        task: Callable[[], None]
         if _has_kernel(optimizer, groups):
-            task = lambda: self._adam(groups)  # noqa: E731
+            updates = [UnitUpdate(unit, parts, in_use=delayed) for unit, parts in _by_unit(groups)]
+            task = lambda: self._carry_out(updates, publish=not delayed)  # noqa: E731
         else:
+            ready += [unit for unit, _ in _by_unit(groups)] if not delayed else []
             task = stand_in(optimizer, groups).step
         if delayed:
-            return self._worker.submit(task)
+            future = self._worker.submit(task)
+            future.add_done_callback(lambda _: self._give_back(kept))
+            return future
         with torch.no_grad():
             task()
+        for unit in ready:
+            unit.publish()
         return None
+
+    def _carry_out(self, updates: list["UnitUpdate"], publish: bool) -> None:
+        for update in updates:
+            update.run(self._num_threads)
+            if publish:
+                update.unit.publish()  # on its way while the next one is computed
+
+    def _keep_gradients(self, groups: list[UpdateGroup]) -> list[Tensor]:
+        """Give the items gradients of their own: the next backward writes where these stand."""
+        kept: dict[tuple[int, torch.dtype], Tensor] = {}
+        for item in (item for group in groups for item in group.items):
+            key = item.unit.index, item.grad.dtype
+            if key not in kept:
+                kept[key] = self._kept.take(item.unit.layout.shard_numel, item.grad.dtype)
+            item.grad = kept[key][item.start : item.start + item.grad.numel()].copy_(item.grad)
+        return list(kept.values())
+
+    def _give_back(self, kept: list[Tensor]) -> None:
+        for tensor in kept:
+            self._kept.give(tensor)
+
+    # -- early updates -----------------------------------------------------------------------------------------------
+
+    def run_early(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> None:
+        """Begin to update one unit. See [Note: early update]."""
+        [(unit, parts)] = _by_unit(groups)
+        items = [item for _, part in parts for item in part]
+        if self._pause_left or unit.index in self._early or self._delays():
+            return
+        if not _has_kernel(optimizer, groups) or not all(item.state for item in items):
+            return  # a first step also makes state
+        update = UnitUpdate(unit, parts, in_use=True)
+        saved = [(tensor, self._kept.take(tensor.numel(), tensor.dtype)) for tensor in update.written()]
+
+        def save_and_run() -> None:
+            for tensor, copy in saved:
+                copy.copy_(tensor)
+            update.run(self._num_threads)
+
+        unit.begin_update()
+        sources = [_source(item.grad) for item in items]
+        self._early[unit.index] = _EarlyUpdate(update, sources, saved, self._worker.submit(save_and_run))
+
+    def _without_early(self, groups: list[UpdateGroup]) -> tuple[list[UpdateGroup], list[Unit]]:
+        """What early updates leave to do, and the units that they have done right; takes back the others."""
+        if not self._early:
+            self._pause_left = max(0, self._pause_left - 1)
+            return groups, []
+        wanted = {unit.index: parts for unit, parts in _by_unit(groups)}
+        done = []
+        for index, early in list(self._early.items()):
+            if early.holds_for(wanted.get(index, [])):
+                done.append(self._forget(index))
+        if self._early:
+            self._pause = min(max(_FIRST_PAUSE, 2 * self._pause), _LONGEST_PAUSE)
+            self._pause_left = self._pause
+            self.revoke()
+        else:
+            self._pause = 0
+        indices = {unit.index for unit in done}
+        rest = [UpdateGroup(g.settings, [i for i in g.items if i.unit.index not in indices]) for g in groups]
+        return rest, done
+
+    def revoke(self) -> None:
+        """Undo all early updates."""
+        for index, early in list(self._early.items()):
+            early.future.result()
+            early.undo()
+            self._forget(index).keep_edits()
+
+    def _forget(self, index: int) -> Unit:
+        early = self._early.pop(index)
+        early.future.result()
+        self._give_back([copy for _, copy in early.saved])
+        early.update.unit.end_update()
+        return early.update.unit
 
     def close(self) -> None:
         self._worker.close()
 
-    def _adam(self, groups: list[UpdateGroup]) -> None:
-        for group in groups:
-            options, amsgrad = options_of(group.settings), group.settings.get("amsgrad", False)
-            for run in _runs(group.items):
-                self._adam_on(run, options, amsgrad)
-            for item in group.items:
-                item.unit.published = item.copy is not None
 
-    def _adam_on(self, run: list[UpdateItem], options: AdamOptions, amsgrad: bool) -> None:
-        """One kernel call for shards that lie side by side."""
+Part = tuple[dict[str, Any], list[UpdateItem]]
+"""Settings of a param group, and its items in one unit."""
+
+
+class UnitUpdate:
+    """The kernel calls that update the shards of one unit."""
+
+    def __init__(self, unit: Unit, parts: list[Part], in_use: bool) -> None:
+        self.unit = unit
+        self.parts = parts
+        updated = sum(item.shard.numel() for _, items in parts for item in items)
+        is_all = updated == sum(owned.stop - owned.start for owned in unit.owned)
+        self._copy = unit.copy_target(in_use) if is_all else None
+        self._ranges = [_Range(run, settings, self._copy) for settings, items in parts for run in _runs(items)]
+
+    def run(self, num_threads: int | None) -> None:
+        for each in self._ranges:
+            each.run(num_threads)
+        self.unit.published = self._copy is not None
+
+    def written(self) -> list[Tensor]:
+        """What :meth:`run` overwrites, but for the copy, which is rounded from the rest."""
+        return [tensor for each in self._ranges for tensor in (each.main, *each.states, *each.steps)]
+
+
+class _Range:
+    """Shards that lie side by side: one kernel call."""
+
+    def __init__(self, run: list[UpdateItem], settings: dict[str, Any], copy: Tensor | None) -> None:
         first, last = run[0], run[-1]
-        names = _STATES[: 3 if amsgrad else 2]
+        start, stop = first.start, last.start + last.shard.numel()
+        self._options: AdamOptions = options_of(settings)
+        self._amsgrad = bool(settings.get("amsgrad", False))
         for item in run:
             if not item.state:
                 item.state["step"] = torch.zeros((), dtype=torch.float32)
-        step = int(first.state["step"]) + 1
-        states = [_state_range(run, name) for name in names]
-        start, stop = first.start, last.start + last.shard.numel()
-        unit = first.unit
+        self.main = first.unit.main.detach()[start:stop]
+        self.states = [_state_range(run, name) for name in _STATES[: 3 if self._amsgrad else 2]]
+        self.steps = [item.state["step"] for item in run]
+        self._grad = first.grad if len(run) == 1 else _range(first.grad, stop - start)
+        self._copy = None if copy is None else copy[start:stop]
+
+    def run(self, num_threads: int | None) -> None:
         adam_step_(
-            unit.main.detach()[start:stop],
-            first.grad if len(run) == 1 else _range(first.grad, stop - start),
-            states[0],
-            states[1],
-            options,
-            step=step,
-            max_exp_avg_sq=states[2] if amsgrad else None,
-            param_copy=None if first.copy is None else _range(first.copy, stop - start),
-            num_threads=self._num_threads,
+            self.main,
+            self._grad,
+            self.states[0],
+            self.states[1],
+            self._options,
+            step=int(self.steps[0]) + 1,
+            max_exp_avg_sq=self.states[2] if self._amsgrad else None,
+            param_copy=self._copy,
+            num_threads=num_threads,
         )
-        for item in run:
-            item.state["step"] += 1
+        for step in self.steps:
+            step += 1
+
+
+@dataclass
+class _EarlyUpdate:
+    update: UnitUpdate
+    sources: list[tuple]
+    """What tells whether the gradients are still the ones that were used."""
+    saved: list[tuple[Tensor, Tensor]]
+    """What was overwritten, and its old bytes."""
+    future: Future
+
+    def holds_for(self, parts: list[Part]) -> bool:
+        """Whether an update of ``parts`` would do the same now."""
+        if self.update.unit.edited_meanwhile or [len(items) for _, items in parts] != [len(items) for _, items in self.update.parts]:
+            return False
+        return all(
+            _same_settings(then, now) for (then, _), (now, _) in zip(self.update.parts, parts, strict=True)
+        ) and self.sources == [_source(item.grad) for _, items in parts for item in items]
+
+    def undo(self) -> None:
+        for tensor, copy in self.saved:
+            tensor.copy_(copy.view_as(tensor))
+        self.update.unit.published = False
+
+
+def _source(grad: Tensor) -> tuple:
+    """Changes when the gradient is replaced or written to."""
+    return grad.data_ptr(), grad.numel(), grad.dtype, grad._version
+
+
+def _same_settings(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) and isinstance(b[k], Tensor) else a[k] == b[k] for k in a
+    )
+
+
+def _by_unit(groups: list[UpdateGroup]) -> list[tuple[Unit, list[Part]]]:
+    """The same items by unit, in the order of units, which is that of the next forward."""
+    parts: dict[int, tuple[Unit, list[Part]]] = {}
+    for group in groups:
+        for item in group.items:
+            _, of_unit = parts.setdefault(item.unit.index, (item.unit, []))
+            if not of_unit or of_unit[-1][0] is not group.settings:
+                of_unit.append((group.settings, []))
+            of_unit[-1][1].append(item)
+    return [parts[index] for index in sorted(parts)]
 
 
 def _has_kernel(optimizer: Optimizer, groups: list[UpdateGroup]) -> bool:

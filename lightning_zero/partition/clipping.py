@@ -20,7 +20,8 @@ def clip_by_norm(
     """
     norm = total_norm(shards, norm_type, all_reduce, zero)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if shards:
+    # Where looking is free, gradients that need no clipping are left alone.
+    if shards and not (factor.device.type == "cpu" and factor == 1):
         torch._foreach_mul_(shards, factor)
     return norm
 

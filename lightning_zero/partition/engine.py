@@ -63,6 +63,7 @@ class ZeroEngine:
         self._hides_whole = config.dtypes.separate_main
         self._keep_state = True
         self._updater = updater
+        self._link = None if updater is None else updater.link
         self.closed = False
         self.optimizers = optimizers = list(optimizers)
         self._states_counted = 0
@@ -106,7 +107,7 @@ class ZeroEngine:
             for (compute, master, shows_main, _), pairs in alike.items():
                 unit = Unit(
                     len(self.units), group.name or "the module", group.modules, pairs, self._comm, self._pool, self.ledger,
-                    self._access, whole, compute, master, shows_main, self.config.main_device,
+                    self._access, whole, compute, master, shows_main, self.config.main_device, self._link,
                 )  # fmt: skip
                 self.units.append(unit)
                 self._handles += hooks.hook_readers(unit, group.readers, self)
@@ -119,19 +120,22 @@ class ZeroEngine:
         for unit in self.units:
             if unit.index not in self._gradients and any(p.requires_grad for p in unit.tensors):
                 self._gradients[unit.index] = UnitGradients(
-                    unit, self._comm, self._pool, self.ledger, whole, self._gradient_dtypes(unit, whole), self._access
-                )
+                    unit, self._comm, self._pool, self.ledger, whole, self._gradient_dtypes(unit, whole), self._access,
+                    self._link,
+                )  # fmt: skip
             if unit.index in self._gradients:
                 self._handles += hooks.hook_gradients(self._gradients[unit.index], self)
-        return GradientSync([self._gradients[i] for i in sorted(self._gradients)], self._comm)
+        return GradientSync([self._gradients[i] for i in sorted(self._gradients)], self._comm, self._update_early)
 
     def _gradient_dtypes(self, unit: Unit, whole: bool) -> GradientDtypes:
         wire = self.config.reduce_dtype or unit.dtype
         wide = unit.main.dtype if self.config.wide_sums or unit.dtype.itemsize >= 4 else wire
+        # What comes to the host has crossed to it as it was sent, so that 16 bits travel.
+        arrived = wire if self._link is not None and unit.dtype.itemsize < 4 else wide
         if self._comm.world_size == 1:
-            wire = wide  # nothing is sent
+            wire = arrived  # nothing is sent
         # Whole gradients also hold the sum over micro-batches that are not reduced one by one.
-        return GradientDtypes(local=wide if whole else unit.dtype, wire=wire, reduced=wide)
+        return GradientDtypes(wide if whole else unit.dtype, wire, arrived, reduced=wide)
 
     def binding(self, optimizer: Optimizer) -> OptimizerBinding | None:
         """The binding of ``optimizer``; None if its parameters are not sharded."""
@@ -244,6 +248,10 @@ class ZeroEngine:
         if self._in_step:
             self._open_phase()
 
+    def _update_early(self, gradients: UnitGradients) -> None:
+        for binding in self._bindings:
+            binding.update_early(gradients)
+
     def _reduce_rest(self) -> None:
         use, late = self._sync.local_use(), self._sync.late()
         if not self._schedule.active:
@@ -339,7 +347,10 @@ class ZeroEngine:
         return self._schedule.active or self._in_step
 
     def drain(self) -> None:
-        """Finish delayed updates: somebody is going to look at parameters or optimizer state. All ranks call it."""
+        """Finish delayed updates and take back early ones: somebody is going to look at parameters or optimizer state.
+        All ranks call it."""
+        if self._updater is not None:
+            self._updater.revoke()
         pending = [binding for binding in self._bindings if binding.is_pending]
         if not pending:
             return
@@ -458,12 +469,12 @@ class ZeroEngine:
         """Multiply the gradients of ``parameters``; returns 1.0 if any rank's were not finite, else 0.0 (0-dim)."""
         self.complete()
         self.settle()
-        found = torch.zeros((), device=self._comm.device)
         shards = self.gradient_shards(parameters)
+        home = shards[0].device if shards else self._comm.device
+        found, scale = torch.zeros((), device=home), torch.full((), inverse_scale, device=home)
         if shards:
-            scale = torch.full((), inverse_scale, device=self._comm.device)
             torch._amp_foreach_non_finite_check_and_unscale_(shards, found, scale)
-        return self._comm.all_reduce(found, "max")
+        return self._comm.all_reduce(found.to(self._comm.device), "max")
 
     def masters(self, keep: bool) -> dict[str, Tensor]:
         """Whole master weights, by name, that the module's state dict does not show; empty unless ``keep``."""

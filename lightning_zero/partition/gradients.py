@@ -11,12 +11,15 @@ from lightning_zero.comm import Comm, Work
 from lightning_zero.partition import handle
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
 from lightning_zero.partition.unit import ShardedBuffer, State, Unit, in_memory_order, write_changes
+from lightning_zero.transfer import Link, Transfer
 
 # Reductions under way before the next one waits for the oldest: bounds the flat buffers in use.
 _MAX_IN_FLIGHT = 2
-# How long that wait may last. Ranks that took different branches launch some reductions only when backward ends, so
-# waiting for good would be waiting for a rank that waits for us. A backward with a wait in vain halves it, one without
-# lets it grow back, so that ranks that differ often soon stop losing time.
+# Reduced shards on their way to the host before the next one waits for the oldest: bounds the memory they come from.
+_MAX_LANDING = 2
+# How long the wait for a reduction may last. Ranks that took different branches launch some reductions only when
+# backward ends, so waiting for good would be waiting for a rank that waits for us. A backward with a wait in vain halves
+# it, one without lets it grow back, so that ranks that differ often soon stop losing time.
 _PATIENCE_SECONDS = 0.5
 _PATIENCE_GROWTH = 1.01
 
@@ -29,6 +32,8 @@ class GradientDtypes:
     """Of the local sum over the micro-batches that are not reduced one by one."""
     wire: torch.dtype
     """Of what is sent."""
+    arrived: torch.dtype
+    """Of the reduced sum as it comes out of the reduction."""
     reduced: torch.dtype
     """Of the reduced sum that this rank keeps."""
 
@@ -42,7 +47,7 @@ class UnitGradients:
 
     def __init__(
         self, unit: Unit, comm: Comm, pool: BufferPool, ledger: Ledger, whole: bool, dtypes: GradientDtypes,
-        on_access: Callable[[ShardedBuffer, Tensor], None],
+        on_access: Callable[[ShardedBuffer, Tensor], None], link: Link | None = None,
     ) -> None:  # fmt: skip
         self.unit = unit
         self.layout = unit.layout
@@ -68,10 +73,14 @@ class UnitGradients:
         self._previous: Tensor | None = None
         self._shown: dict[int, Tensor] = {}
         """Local gradients in the parameters' dtype, where the local sum is wider."""
+        self._link = link
+        self._landing: tuple[Tensor, Transfer] | None = None
+        """Host memory that the reduced sum is on its way to."""
         device = unit.buffer.shard.device
         value = handle.placeholder(unit.dtype, device)
         self.handles = [torch.Tensor._make_subclass(torch.Tensor, value.expand(p.shape)) for p in unit.tensors]
-        self.shard = torch.empty(0, dtype=self.dtypes.reduced, device=device)
+        home = device if link is None else unit.main.device
+        self.shard = torch.empty(0, dtype=self.dtypes.reduced, device=home)
         if whole:
             self._flat = self._home = allocate(self.layout, dtypes.local, device)
             ledger.add("gradients", self._home.nbytes)
@@ -119,7 +128,7 @@ class UnitGradients:
         self.accumulated &= kept
         if not self.accumulated:
             self._set_shard(None)
-        elif self._whole:
+        elif self._whole and self._link is None:
             # The own range of the flat buffer is about to be overwritten with local gradients.
             self._previous = self.shard.clone()
 
@@ -165,29 +174,51 @@ class UnitGradients:
             narrow.flat.copy_(flat.flat)
             self._give_back(flat)
             flat = narrow
-        self.work = self._comm.reduce_scatter(flat.flat, scale, self.dtypes.reduced, self.unit.index)
+        self.work = self._comm.reduce_scatter(flat.flat, scale, self.dtypes.arrived, self.unit.index)
         self._sent = flat
         self.filled = 0
         self.launched = True
 
     def finish(self) -> None:
-        """Wait for the reduction and merge it into the accumulated sum."""
+        """Wait for the reduction; its result is merged at once, or starts on its way to the host."""
         if self.work is None or self._sent is None:
             return
         reduced = self.work.wait()
         self.work = None
+        self._give_back(self._sent)
+        self._sent = None
+        if self._link is None:
+            self._merge(reduced)
+        else:
+            target = self._link.take(reduced.numel(), reduced.dtype)
+            self._landing = (target, self._link.download(reduced, target))
+
+    def land(self) -> None:
+        """Wait for the reduced sum to have come to the host."""
+        if self._landing is None or self._link is None:
+            return
+        (reduced, transfer), self._landing = self._landing, None
+        transfer.synchronize()
+        if reduced.dtype == self.dtypes.reduced:
+            self._merge(reduced)
+        else:
+            wide = self._link.take(reduced.numel(), self.dtypes.reduced).copy_(reduced)
+            self._link.give(reduced)
+            self._merge(wide)
+
+    def _merge(self, reduced: Tensor) -> None:
+        """Add the reduced sum to that of earlier micro-batches."""
         if self.accumulated:
             previous = self.shard if self._previous is None else self._previous
             for i in range(len(self.unit.tensors)):
                 if not self.accumulated >> i & 1:
                     previous[self.layout.local_range(i, self._comm.rank).slice()].zero_()
-            reduced = previous.add_(reduced)
+            fresh, reduced = reduced, previous.add_(reduced)
             self._previous = None
-        self._give_back(self._sent)
-        self._sent = None
-        if self._home is not None and reduced.dtype == self._home.flat.dtype:
-            own = self.buffer.own_slice(self._home.flat)
-            reduced = own.copy_(reduced)
+            if self._link is not None:
+                self._link.give(fresh)
+        if self._home is not None and self._link is None and reduced.dtype == self._home.flat.dtype:
+            reduced = self.buffer.own_slice(self._home.flat).copy_(reduced)
         self._set_shard(reduced)
         # Late gradients of the same backward are added to what has just come.
         self.accumulated = (1 << len(self.unit.tensors)) - 1
@@ -230,7 +261,7 @@ class UnitGradients:
         self._set_shard(None)
         if self._home is not None:
             self._ledger.add("gradients", -self._home.nbytes)
-        self._flat = self._home = self._sent = self.work = None
+        self._flat = self._home = self._sent = self.work = self._landing = None
 
     def _give_back(self, flat: FlatViews) -> None:
         if flat is not self._home:
@@ -239,8 +270,10 @@ class UnitGradients:
     def _set_shard(self, shard: Tensor | None) -> None:
         if shard is None:
             shard = torch.empty(0, dtype=self.dtypes.reduced, device=self.shard.device)
-        if not self._whole:
+        if not self._whole or self._link is not None:
             self._ledger.add("gradients", (shard.numel() - self.shard.numel()) * shard.element_size())
+        if self._link is not None and self.shard is not shard and self.shard.numel():
+            self._link.give(self.shard)
         self.shard = self.buffer.shard = shard
 
 
@@ -251,7 +284,10 @@ class GradientSync:
     is missing when backward ends (parameters unused on this rank) is then sent as zeros, so that nobody waits.
     """
 
-    def __init__(self, gradients: Sequence[UnitGradients], comm: Comm) -> None:
+    def __init__(
+        self, gradients: Sequence[UnitGradients], comm: Comm, on_reduced: Callable[[UnitGradients], None]
+    ) -> None:
+        self._on_reduced = on_reduced
         self._gradients = list(gradients)
         self._position = {id(g): i for i, g in enumerate(self._gradients)}
         self._comm = comm
@@ -260,6 +296,7 @@ class GradientSync:
         self._observed: list[int] = []
         self._next = 0
         self._in_flight: list[UnitGradients] = []
+        self._landing: list[UnitGradients] = []
         self._patience = _PATIENCE_SECONDS
         self._out_of_patience = False
         self.enabled = True
@@ -323,13 +360,13 @@ class GradientSync:
         return tuple(g.accumulated for g in self._gradients)
 
     def close(self) -> None:
-        self._in_flight = []
+        self._in_flight, self._landing = [], []
         for gradients in self._gradients:
             gradients.close()
 
     def _launch(self, gradients: UnitGradients) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT and self._wait_a_little(self._in_flight[0]):
-            self._in_flight.pop(0).finish()
+            self._finish(self._in_flight.pop(0))
         gradients.launch(1.0 / self._comm.world_size)
         self._in_flight.append(gradients)
 
@@ -348,7 +385,18 @@ class GradientSync:
 
     def _finish_all(self) -> None:
         while self._in_flight:
-            self._in_flight.pop(0).finish()
+            self._finish(self._in_flight.pop(0))
+        while self._landing:
+            self._landing.pop(0).land()
+
+    def _finish(self, gradients: UnitGradients) -> None:
+        gradients.finish()
+        self._landing.append(gradients)
+        while len(self._landing) > _MAX_LANDING:
+            landed = self._landing.pop(0)
+            landed.land()
+            if landed.is_complete:
+                self._on_reduced(landed)
 
     def _adopt_order(self) -> None:
         """From now on send units in the order in which rank 0 completed them in the first backward."""

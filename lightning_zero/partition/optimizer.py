@@ -23,6 +23,7 @@ from lightning_zero.partition.elementwise import copy_value, is_moment, probe
 from lightning_zero.partition.gradients import UnitGradients
 from lightning_zero.partition.unit import Unit
 from lightning_zero.partition.whole import WholeTensors
+from lightning_zero.transfer import Link
 
 # State that is one number per parameter; of a 0-dim parameter the shape does not tell.
 _PER_PARAMETER = ("step", "eta", "mu", "mu_product")
@@ -63,8 +64,7 @@ class UpdateItem:
     """Where it lies in the unit's main shard."""
     shard: nn.Parameter
     grad: Tensor
-    copy: Tensor | None
-    """The 16-bit model weights that the new values are to be rounded to; None where that happens later."""
+    """In the dtype of reduced gradients, which may be narrower than the shard's."""
     state: dict[str, Any]
 
 
@@ -77,9 +77,22 @@ class UpdateGroup:
 
 
 class Updater(Protocol):
-    """Who carries out updates in the optimizer's place."""
+    """Who carries out updates in the optimizer's place, and publishes them."""
 
-    def run(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> Future | None: ...
+    link: Link | None
+    """The way to the host memory where masters and state are; None where that is the device's own."""
+    is_early: bool
+    """Whether it wants to hear of gradients before the step (:meth:`run_early`)."""
+
+    def run(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> Future | None:
+        """Update the shards in ``groups``; a future where the update goes on beside the next step, to be published when
+        that is over."""
+
+    def run_early(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> None:
+        """The gradients of one unit are there, and a step will follow, as far as one can tell."""
+
+    def revoke(self) -> None:
+        """Undo what has been updated early: somebody looks, or the step does not come."""
 
     def close(self) -> None: ...
 
@@ -89,7 +102,7 @@ def stand_in(optimizer: Optimizer, groups: list[UpdateGroup]) -> Optimizer:
     other = probe(optimizer, {}, [])
     for group in groups:
         for item in group.items:
-            item.shard.grad = item.grad
+            item.shard.grad = item.grad.to(item.shard.dtype)
     other.param_groups = [{**group.settings, "params": [item.shard for item in group.items]} for group in groups]
     other.state = defaultdict(dict, {item.shard: item.state for group in groups for item in group.items})
     return other
@@ -102,7 +115,9 @@ class OptimizerBinding:
         self.optimizer = optimizer
         self._host = host
         self._originals: list[list[nn.Parameter]] | None = None
-        self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._swapped: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
+        """What the groups hold for the duration of an update: parameter, shard, reduced gradient of the shard."""
+        self._group_of: dict[int, int] = {}
         self._units: dict[int, Unit] = {}
         self._depth = 0
         self._released = False
@@ -140,7 +155,9 @@ class OptimizerBinding:
         self._released = True
 
     def cancel(self) -> None:
-        """Leave an update that raised half-way."""
+        """Leave an update that raised half-way, or never came."""
+        if self._updater is not None:
+            self._updater.revoke()
         if self._originals is not None:
             self._restore()
             self._depth = 0
@@ -154,6 +171,9 @@ class OptimizerBinding:
         if self._host.closed:
             self.release()
             return None
+        if self._updater is not None and self._updater.is_early:
+            groups = enumerate(optimizer.param_groups)
+            self._group_of = {id(p): index for index, group in groups for p in group["params"]}
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if closure is None:
             self._swap()
@@ -175,9 +195,10 @@ class OptimizerBinding:
             )
         self._restore()
         units, self._finished = self._finished, {}
-        if self._pending is None:
+        if self._updater is None:
             for unit in self._units.values():
                 unit.publish()
+        if self._pending is None:
             units |= self._units
         self._host.after_update([units[index] for index in sorted(units)])
 
@@ -188,7 +209,13 @@ class OptimizerBinding:
         (future, units), self._pending = self._pending, None
         future.result()
         for unit in units.values():
-            unit.updating = False
+            unit.end_update()
+            if unit.edited_meanwhile:
+                raise RuntimeError(
+                    f"Parameters of {unit.name!r} ({', '.join(unit.names[:3])}, ...) were edited inside a step while their"
+                    f" delayed update was under way (this is rank {self._host.rank}). Edit them outside of steps (hooks,"
+                    " callbacks), or do without delayed_update."
+                )
             unit.publish()
         return units
 
@@ -197,23 +224,37 @@ class OptimizerBinding:
         """Whether a delayed update has not been published."""
         return self._pending is not None
 
+    def update_early(self, gradients: UnitGradients) -> None:
+        """The reduced gradients of a unit are there; if a step is waiting for them, its update can begin."""
+        if self._updater is None or not self._updater.is_early or not self._depth or self._originals is not None:
+            return
+        unit = gradients.unit
+        groups: dict[int, UpdateGroup] = {}
+        for index, parameter in enumerate(unit.tensors):
+            number, shard = self._group_of.get(id(parameter)), unit.shards[index]
+            if number is None or shard is None or not parameter.requires_grad:
+                continue
+            group = groups.setdefault(number, self._update_group(self.optimizer.param_groups[number]))
+            local = unit.layout.local_range(index, self._host.rank)
+            state = self.optimizer.state.get(parameter, {})
+            group.items.append(UpdateItem(unit, index, local.start, shard, gradients.shard[local.slice()], state))
+        if groups:
+            self._updater.run_early(self.optimizer, [groups[number] for number in sorted(groups)])
+
     def _hand_over(self, updater: Updater) -> None:
         """Let the updater update the shards. The step that torch runs after this finds its groups empty."""
-        parameter_of = {id(shard): parameter for parameter, shard in self._swapped}
+        swapped = {id(shard): (parameter, gradient) for parameter, shard, gradient in self._swapped}
         groups = []
         for group in self.optimizer.param_groups:
-            update = UpdateGroup({k: copy_value(v) for k, v in group.items() if k != "params"}, [])
+            update = self._update_group(group)
             for shard in group["params"]:
-                if id(shard) not in parameter_of:
+                if id(shard) not in swapped:
                     continue  # without elements
-                parameter = parameter_of[id(shard)]
+                parameter, gradient = swapped[id(shard)]
                 unit, _, index = self._host.locate(parameter)  # type: ignore[misc]
                 state = self.optimizer.state[parameter] = self.optimizer.state.pop(shard, {})
                 start = unit.layout.local_range(index, self._host.rank).start
-                copy = None if unit.master is None else unit.buffer.shard[start : start + shard.numel()]
-                copy = copy if copy is not None and copy.dtype.itemsize == 2 and copy.device == shard.device else None
-                update.items.append(UpdateItem(unit, index, start, shard, shard.grad, copy, state))
-                shard.grad = None
+                update.items.append(UpdateItem(unit, index, start, shard, gradient, state))
             groups.append(update)
             group["params"] = []
         self._swapped = []
@@ -221,14 +262,17 @@ class OptimizerBinding:
         if future is not None:
             self._pending = (future, self._units)
             for unit in self._units.values():
-                unit.updating = True
+                unit.begin_update()
+
+    def _update_group(self, group: dict[str, Any]) -> UpdateGroup:
+        return UpdateGroup({k: copy_value(v) for k, v in group.items() if k != "params"}, [])
 
     def _swap(self, closure: Callable[[], Any] | None = None) -> Any:
         try:
             loss = None if closure is None else closure()
             self._host.before_update()
             self._finished = self.take_pending()
-            self._enter(lambda unit, gradients, index: gradients.local(index) if gradients is not None else None)
+            self._enter()
             if self._updater is not None:
                 self._hand_over(self._updater)
         except BaseException:
@@ -236,7 +280,7 @@ class OptimizerBinding:
             raise
         return loss
 
-    def _enter(self, gradient_of: Callable[[Unit, UnitGradients | None, int], Tensor | None]) -> None:
+    def _enter(self) -> None:
         if self._originals is not None:
             raise RuntimeError(f"{type(self.optimizer).__qualname__}.step was called inside its own step")
         state = self.optimizer.state
@@ -255,23 +299,25 @@ class OptimizerBinding:
                         " not one of the LightningModule's parameters."
                     )
                 unit, gradients, index = located
-                gradient = gradient_of(unit, gradients, index)
+                gradient = None if gradients is None else gradients.local(index)
                 if gradient is None:
                     continue
                 self._units[unit.index] = unit
                 shard = unit.shards[index]
                 if shard is None:
                     continue
-                shard.grad = gradient.to(shard.device, shard.dtype)
+                gradient = gradient.to(shard.device)  # the user's own may be elsewhere
+                if self._updater is None:
+                    shard.grad = gradient.to(shard.dtype)
                 if parameter in state:
                     state[shard] = state.pop(parameter)
-                self._swapped.append((parameter, shard))
+                self._swapped.append((parameter, shard, gradient))
                 shards.append(shard)
             group["params"] = shards
 
     def _restore(self) -> None:
         state = self.optimizer.state
-        for parameter, shard in self._swapped:
+        for parameter, shard, _ in self._swapped:
             shard.grad = None
             if shard in state:
                 state[parameter] = state.pop(shard)
@@ -382,7 +428,7 @@ class OptimizerBinding:
                 shard = self._shard(parameter)
                 if shard is None:
                     shard = nn.Parameter(torch.empty(0, device=parameter.device))
-                self._swapped.append((parameter, shard))
+                self._swapped.append((parameter, shard, shard))
                 stand_ins.append(shard)
             group["params"] = stand_ins
         return {**state_dict, "state": cut}

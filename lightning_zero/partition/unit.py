@@ -10,6 +10,7 @@ from lightning_zero.comm import Comm, Work
 from lightning_zero.partition import handle
 from lightning_zero.partition.layout import FlatLayout, build_layout, dense_stride
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
+from lightning_zero.transfer import Link, Transfer
 
 
 class State(Enum):
@@ -58,6 +59,8 @@ class ShardedBuffer:
         self._device = device
         self._classes = [type(t) for t in tensors]
         self._work: Work | None = None
+        self.arriving: Transfer | None = None
+        """The own shard's new values on their way from the host."""
         for tensor in tensors:
             handle.adopt(tensor, self)
 
@@ -204,10 +207,13 @@ class ShardedBuffer:
     def _launch(self) -> None:
         if self.buffer is None:
             self.buffer = self._take()
+        if self.arriving is not None:
+            self.arriving.wait()
+            self.arriving = None
         self._work = self._comm.all_gather(self.buffer.flat, self._shard_to_send(), self._channel)
 
     def _shard_to_send(self) -> Tensor:
-        return self.shard.to(self._device, self.dtype)
+        return self.shard.to(self.dtype).to(self._device)
 
     def _wait(self) -> None:
         if self._work is None:
@@ -226,7 +232,7 @@ def write_changes(values: Tensor, shard: Tensor) -> bool:
 
     An element of a wider shard keeps its extra bits unless its rounded value changed.
     """
-    rounded = shard.to(values.device, values.dtype)
+    rounded = shard.to(values.dtype).to(values.device)  # in this order: 16 bits travel
     if _same_bits(values, rounded):
         return False
     if shard.dtype == values.dtype:
@@ -268,6 +274,7 @@ class Unit:
         master_dtype: torch.dtype | None,
         shows_main: bool,
         main_device: torch.device | None,
+        link: Link | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -281,6 +288,9 @@ class Unit:
         """The update has written the model weights' shard as well."""
         self.updating = False
         """An update of the main shard is under way or has not been published: it is ahead of the buffer."""
+        self.edited_meanwhile = False
+        """The user has edited parameters inside a step during that update."""
+        self._versions = 0
         self.names = [n for n, _ in named_parameters]
         self.tensors: list[nn.Parameter] = [p for _, p in named_parameters]
         first = self.tensors[0]
@@ -326,6 +336,8 @@ class Unit:
         elif self.has_two_faces:
             self.buffer.hide()
         self._rank = comm.rank
+        self._link = link
+        self._outgoing: Tensor | None = None
         self.shards = [self._shard_of(i) for i in range(len(self.tensors))]
 
     def __repr__(self) -> str:
@@ -349,11 +361,42 @@ class Unit:
         """Whether users see other bytes than steps compute with."""
         return self.face is not self.buffer
 
+    @property
+    def owned(self) -> list[slice]:
+        """Where this rank's parts of the parameters lie in a shard; between and behind them is padding."""
+        ranges = (self.layout.local_range(index, self._rank) for index in range(len(self.tensors)))
+        return [local.slice() for local in ranges if local.numel]
+
+    def copy_target(self, in_use: bool) -> Tensor | None:
+        """Where an update of all that this rank owns may write the model weights, rounded to 16 bits, of shape
+        ``(shard_numel,)``; None where :meth:`publish` rounds. ``in_use``: steps compute with the weights meanwhile."""
+        if self.master is None or self.dtype.itemsize != 2:
+            return None
+        if self._link is not None:
+            return self._stage(self._link)
+        return None if in_use else self.buffer.shard
+
     def publish(self) -> None:
-        """After a step: the model weights' shard takes the master's new values."""
-        if self.master is not None and not self.published:
-            self.buffer.shard.copy_(self.master)
+        """After an update: the model weights' shard takes the master's new values."""
+        if self.master is not None:
+            target = self.buffer.shard if self._link is None else self._stage(self._link)
+            if not self.published:
+                target.copy_(self.master)
+            if self._link is not None:
+                self.buffer.arriving = self._link.upload(target, self.buffer.shard)
+                self._link.give(target, after=self.buffer.arriving)
+                self._outgoing = None
         self.published = False
+
+    def _stage(self, link: Link) -> Tensor:
+        """Host memory for the model weights' shard on its way to the device."""
+        if self._outgoing is None:
+            self._outgoing = link.take(self.layout.shard_numel, self.dtype)
+            start = 0
+            for owned in [*self.owned, slice(self.layout.shard_numel, 0)]:
+                self._outgoing[start : owned.start].zero_()  # padding
+                start = owned.stop
+        return self._outgoing
 
     def checksum(self) -> int:
         """A number that is the same on ranks that see the same bits in the unsharded parameters."""
@@ -363,6 +406,18 @@ class Unit:
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
         return int(flat.view(integers).sum(dtype=torch.int64)) >> 1
 
+    def begin_update(self) -> None:
+        """An update of the main shard begins beside a step: until it is over, shard and main shard may differ."""
+        self.updating, self.edited_meanwhile = True, False
+        self._versions = self._version()
+
+    def end_update(self) -> None:
+        self.updating = False
+
+    def _version(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(tensor._version for tensor in self.tensors)
+
     def keep_edits(self) -> None:
         """Let edits made inside a step reach the shard and, where they changed it, the master."""
         changed = self.buffer.keep_edits()
@@ -371,12 +426,7 @@ class Unit:
                 if shard is not None:
                     shard.data = self.main[self.layout.local_range(index, self._rank).slice()]
         if self.updating:
-            if changed:
-                raise RuntimeError(
-                    f"Parameters of {self.name!r} ({', '.join(self.names[:3])}, ...) were edited inside a step while their"
-                    " delayed update was under way. Edit them outside of steps (hooks, callbacks), or do without"
-                    " delayed_update."
-                )
+            self.edited_meanwhile |= changed or self._versions != self._version()
         elif self.master is not None and (changed or self.buffer.is_whole):
             write_changes(self.buffer.shard, self.master)
 

@@ -1,0 +1,106 @@
+"""Copies between a device and host memory, under way while both go on computing.
+
+[Note: the life of a transfer]
+A transfer reads its source until it is done, and its target is undefined until then. Before the host touches either, it
+calls ``synchronize``; before work queued on the device does, ``wait`` lets the device's queue wait without stopping the
+host. Host memory comes from the link's pool (pinned where that makes copies asynchronous) and goes back to it.
+"""
+
+from collections import defaultdict
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# Staging buffers on their way to the device before the host waits for the oldest: bounds pinned memory.
+_MAX_LEAVING = 4
+
+
+class Transfer(Protocol):
+    """One copy under way. See [Note: the life of a transfer]."""
+
+    def wait(self) -> None:
+        """What is queued on the device from now on runs after the copy."""
+
+    def synchronize(self) -> None:
+        """Return when the copy is done."""
+
+
+class Link(Protocol):
+    """The way between a device and host memory."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D host tensor of undefined content."""
+
+    def give(self, tensor: Tensor, after: Transfer | None = None) -> None:
+        """Take back a tensor that nobody uses any more, but for the transfer that it is to wait for."""
+
+    def download(self, source: Tensor, target: Tensor) -> Transfer:
+        """Start copying device memory to the host, after what is queued on the device so far."""
+
+    def upload(self, source: Tensor, target: Tensor) -> Transfer:
+        """Start copying host memory to the device, after what is queued on the device so far."""
+
+
+class HostPool:
+    """Host tensors that are used again: pinning memory is slow, and so are the page faults of new memory."""
+
+    def __init__(self, pin_memory: bool) -> None:
+        self._pin_memory = pin_memory
+        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._leaving: list[tuple[Tensor, Transfer]] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        idle = self._idle[numel, dtype]
+        if idle:
+            return idle.pop()
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, pin_memory=self._pin_memory)
+
+    def give(self, tensor: Tensor, after: Transfer | None = None) -> None:
+        if after is None:
+            self._idle[tensor.numel(), tensor.dtype].append(tensor)
+            return
+        self._leaving.append((tensor, after))
+        while len(self._leaving) > _MAX_LEAVING:
+            oldest, transfer = self._leaving.pop(0)
+            transfer.synchronize()
+            self.give(oldest)
+
+
+class StreamLink(HostPool):
+    """An accelerator's copy engines: one stream for each direction beside the stream that computes."""
+
+    def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
+        super().__init__(pin_memory)
+        self._accelerator: Any = torch.get_device_module(device)
+        self._down, self._up = self._accelerator.Stream(device), self._accelerator.Stream(device)
+
+    def download(self, source: Tensor, target: Tensor) -> Transfer:
+        return self._copy(self._down, source, target, source)
+
+    def upload(self, source: Tensor, target: Tensor) -> Transfer:
+        return self._copy(self._up, source, target, target)
+
+    def _copy(self, stream: Any, source: Tensor, target: Tensor, on_device: Tensor) -> Transfer:
+        stream.wait_stream(self._accelerator.current_stream(on_device.device))
+        with self._accelerator.stream(stream):
+            target.copy_(source, non_blocking=True)
+            done = self._accelerator.Event()
+            done.record(stream)
+        # Its memory is not handed to anybody else before the copy is done, though its user lets go of it now.
+        on_device.record_stream(stream)
+        return _StreamTransfer(self._accelerator, done, (source, target))
+
+
+class _StreamTransfer:
+    def __init__(self, accelerator: Any, done: Any, tensors: tuple[Tensor, Tensor]) -> None:
+        self._accelerator = accelerator
+        self._done = done
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        self._accelerator.current_stream().wait_event(self._done)
+
+    def synchronize(self) -> None:
+        self._done.synchronize()
