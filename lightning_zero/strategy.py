@@ -35,6 +35,7 @@ from lightning_zero.config import (
     checked_unit_policy,
     first_delayed_step,
 )
+from lightning_zero.migration import AnswersForeignArguments
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine, check_module
 from lightning_zero.precision import ZeroPrecision, translate
@@ -46,7 +47,7 @@ CHECKPOINT_KEY = "lightning_zero"
 """Where a checkpoint holds what plain Lightning has no place for."""
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
     """Data-parallel training with sharded optimizer state, gradients and parameters (ZeRO, SC 20).
 
     The LightningModule needs no change and is never wrapped.

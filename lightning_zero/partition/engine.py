@@ -15,7 +15,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.partition import clipping, handle, hooks
 from lightning_zero.partition.elementwise import check_supported, state_bytes
 from lightning_zero.partition.gradients import GradientDtypes, GradientSync, UnitGradients
-from lightning_zero.partition.grouping import check_modules, group_parameters
+from lightning_zero.partition.grouping import check_modules, check_nothing_new, group_parameters
 from lightning_zero.partition.memory import BufferPool, Ledger
 from lightning_zero.partition.optimizer import OptimizerBinding, Updater
 from lightning_zero.partition.outside import OutsideReads
@@ -60,7 +60,6 @@ class ZeroEngine:
         self._accumulates = False
         self._phase = 0
         self._kind = ""
-        self._hides_whole = config.dtypes.separate_main
         self._keep_state = True
         self._updater = updater
         self._link = None if updater is None else updater.link
@@ -154,6 +153,7 @@ class ZeroEngine:
         self.complete()
         self.settle()
         if kind == "train":
+            check_nothing_new(self.module, self._where)
             self._look_for_unfrozen()
         else:
             self.drain()
@@ -256,9 +256,11 @@ class ZeroEngine:
         use, late = self._sync.local_use(), self._sync.late()
         if not self._schedule.active:
             self._schedule.begin("a backward outside of a step")
-        if not self._schedule.finish([fingerprint(use), fingerprint(late)]):
+        if not self._schedule.finish([fingerprint(use), fingerprint(late), self._outside.edits]):
+            self._outside.compare_edits(self.units)
             use, late = self._any_rank(use), self._any_rank(late)
         before = self._sync.accumulated()
+        self._outside.forget_edits()
         self._sync.flush(use, late)
         self._sync.show(use, before)
 
@@ -336,9 +338,11 @@ class ZeroEngine:
             unit.unsharded_in_backward = _in_backward()
             return
         self.drain()
+        if unit.face.state is State.UNSHARDED:
+            return
         if unit.face.is_whole:
-            unit.face.unshard()
-        elif unit.face.state is not State.UNSHARDED:
+            self._outside.look(unit)
+        else:
             self._unshard_outside(unit, False, f"the parameters of {unit.name!r}")
 
     @property
@@ -402,11 +406,11 @@ class ZeroEngine:
     def _reshard_all(self) -> None:
         for unit in self.units:
             if unit.buffer.state is State.UNSHARDED:
-                if not unit.buffer.is_whole:
-                    self._reshard(unit)
-                elif unit.has_two_faces or self._hides_whole:
+                if unit.buffer.is_whole:
                     unit.keep_edits()
                     unit.buffer.hide()
+                else:
+                    self._reshard(unit)
 
     def settle(self) -> None:
         """Let what the user did outside of a step take effect: keep edits, reshard what was read."""
@@ -415,6 +419,15 @@ class ZeroEngine:
                 if unit.buffer.state is State.UNSHARDED:
                     unit.keep_edits()
         self._outside.settle(self.units, self._gradients.values())
+
+    def _settle_together(self, place: str) -> None:
+        """The same where all ranks meet, and no step follows that would find out whether their edits are the same."""
+        self.settle()
+        if self.config.residence.whole_parameters:
+            most, least = self._comm.exchange(place, [self._outside.edits], timeout=self.config.read_timeout)
+            if most != least:
+                self._outside.compare_edits(self.units)
+            self._outside.forget_edits()
 
     # -- optimizers --------------------------------------------------------------------------------------------------
 
@@ -510,9 +523,10 @@ class ZeroEngine:
 
         All ranks call it; on those that do not ``keep``, parameters stay what they are.
         """
-        self._comm.exchange("collecting the module's weights", timeout=self.config.read_timeout)
+        place = "collecting the module's weights"
+        self._comm.exchange(place, timeout=self.config.read_timeout)
         self.drain()
-        self.settle()
+        self._settle_together(place)
         return self.whole.state_dict(state, keep)
 
     def memory_stats(self) -> dict[str, Any]:
@@ -564,7 +578,7 @@ class ZeroEngine:
             if timeout is not None:
                 self._comm.exchange("ending after an exception", [len(self.units)], timeout=timeout)
             self.drain()
-            self.settle()
+            self._settle_together("ending")
             self._sync.close()
             for unit in self.units:
                 unit.face.unshard()

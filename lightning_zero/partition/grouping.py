@@ -1,6 +1,6 @@
 """Which parameters form a unit: a walk over the module tree, so that nobody writes a wrap policy."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,29 @@ def check_modules(root: nn.Module, whole_parameters: bool) -> None:
                 f"Module {name!r} is a TorchScript module: it runs in C++, where nothing notices that a parameter is still"
                 " to come from the other ranks. Use the Python module, or freeze it and use stage 1 or 2."
             )
+
+
+def check_nothing_new(root: nn.Module, known: Container[int]) -> None:
+    """Refuse trainable parameters that joined the module after it was sharded, by name; ``known`` holds ids.
+
+    Called before every step: a plain walk, which takes a tenth of a millisecond for a few hundred modules.
+    """
+    modules, seen = [root], {root}
+    while modules:
+        module = modules.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in known and parameter.requires_grad and parameter.numel():
+                name = next(name for name, p in root.named_parameters() if p is parameter)
+                raise RuntimeError(
+                    f"Parameter {name!r} has been added to the module, or put in another one's place, since training began:"
+                    " its gradients would not be reduced over the ranks. Build it before (in `__init__` or"
+                    " `configure_model`) and freeze it until it is needed, copy new values into the old parameter, or"
+                    " replace it between two calls of `fit`."
+                )
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
 
 
 def _build_tree(root: nn.Module) -> _Node:

@@ -127,7 +127,8 @@ class ShardedBuffer:
         self.state = State.SHARDED
 
     def hide(self) -> None:
-        """Make the tensors of a whole buffer handles although their bytes are here and up to date."""
+        """Make the tensors of a whole buffer handles although their bytes are here and up to date: that they are read
+        between steps is then noticed."""
         self.detach()
         self._work = _Here()
         self.state = State.GATHERING
@@ -331,10 +332,10 @@ class Unit:
         if self.master is not None:
             ledger.add("master", self.master.numel() * self.master.element_size())
         self.buffer.state = State.UNSHARDED
-        if not whole:
-            self.buffer.detach()
-        elif self.has_two_faces:
+        if whole:
             self.buffer.hide()
+        else:
+            self.buffer.detach()
         self._rank = comm.rank
         self._link = link
         self._outgoing: Tensor | None = None
@@ -400,11 +401,21 @@ class Unit:
 
     def checksum(self) -> int:
         """A number that is the same on ranks that see the same bits in the unsharded parameters."""
+        # Flat buffers are whole words.
+        words = self._unsharded_views().flat.view(torch.int64).view(8, -1)
+        # Weighted by position, so that values that have changed places show as well.
+        return _weighted(words.sum(0)) + _weighted(words.sum(1)) >> 2
+
+    def checksums(self) -> list[int]:
+        """The same for each parameter."""
+        views = self._unsharded_views()
+        flats = [views.flat[slot.range.slice()] for slot in self.layout.slots]
+        return [_weighted(flat.view(torch.uint8).long()) for flat in flats]
+
+    def _unsharded_views(self) -> FlatViews:
         if self.face.buffer is None:
             raise AssertionError(f"{self} has no bytes")
-        flat = self.face.buffer.flat
-        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-        return int(flat.view(integers).sum(dtype=torch.int64)) >> 1
+        return self.face.buffer
 
     def begin_update(self) -> None:
         """An update of the main shard begins beside a step: until it is over, shard and main shard may differ."""
@@ -439,6 +450,11 @@ class Unit:
                 self.buffer.buffer.flat.copy_(self.face.buffer.flat)
             else:
                 self.publish()
+
+
+def _weighted(numbers: Tensor) -> int:
+    """Their sum weighted by position, which wraps around."""
+    return int((numbers * torch.arange(1, numbers.numel() + 1, device=numbers.device)).sum())
 
 
 def in_memory_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -1,5 +1,6 @@
 """Mistakes of users: each gives an error that names the thing, on every rank, and before training where it can."""
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -9,11 +10,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.migration import ADVICE
 from tests.harness import make_trainer, run
 from tests.parity import STAGES, RandomData, all_stages, assert_same, rank, trained
 
@@ -51,6 +56,35 @@ WIDTH = 4
 def test_unknown_options(options: dict[str, Any], error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         ZeroStrategy(**options)
+
+
+def arguments(cls: type) -> set[str]:
+    return set(inspect.signature(cls.__init__).parameters) - {"self", "args", "kwargs"}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "cls", [DDPStrategy, FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, DistributedDataParallel, FullyShardedDataParallel]
+)
+def test_arguments_of_other_strategies_are_answered(cls: type) -> None:
+    """Each that the installed versions have, and one that says which argument to use instead says an existing one."""
+    foreign = arguments(cls) - arguments(ZeroStrategy)
+    assert foreign <= ADVICE.keys()
+    for name in foreign:
+        with pytest.raises(TypeError, match=rf"ZeroStrategy does not take {name}.* {name}: (Use|Not needed|Not supported)"):
+            ZeroStrategy(**{name: True})
+        known = arguments(ZeroStrategy) | {"the", "this", "devices", "Trainer"}
+        if ADVICE[name].startswith("Use "):
+            assert re.match(r"Use (\w+)", ADVICE[name])[1] in known, name  # type: ignore[index]
+
+
+def test_subclasses_may_have_arguments_of_their_own() -> None:
+    class Own(ZeroStrategy):
+        def __init__(self, find_unused_parameters: bool, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    assert Own(find_unused_parameters=True, stage=3).config.stage == 3
+    with pytest.raises(TypeError, match="Own does not take static_graph"):
+        Own(find_unused_parameters=True, static_graph=True)
 
 
 @pytest.mark.parametrize("name", ["shard_group_size", "activation_checkpointing_policy", "activation_offload"])
@@ -324,10 +358,40 @@ def own_noise(model: Model) -> None:
     model.last.weight.data += rank()
 
 
+def only_here(model: Model) -> None:
+    if rank() == 1:
+        with torch.no_grad():
+            model.last.weight.mul_(2)
+
+
+def swapped_here(model: Model) -> None:
+    """The same numbers in other places."""
+    weight = model.last.weight.data
+    if rank() == 0:
+        weight.copy_(weight.flip(0))
+
+
+class EditedLate(Edited):
+    """After the last step, before the checkpoint or the end."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_train_end(self) -> None:
+        self.edit(self)
+
+
 def edits() -> dict[str, list[str]]:
     return {
         edit.__name__: [fit_error(lambda edit=edit: Edited(edit), stage)[0] for stage in stages]  # type: ignore[misc]
-        for edit, stages in {narrow: STAGES, pl.LightningModule.double: STAGES, own_noise: (3,)}.items()
+        for edit, stages in {narrow: STAGES, pl.LightningModule.double: STAGES}.items()
+    } | {
+        f"apart {edit.__name__} {cls.__name__}": [
+            fit_error(lambda edit=edit, cls=cls: cls(edit), stage)[0]  # type: ignore[misc]
+            for stage in (STAGES if edit is own_noise else (1, 2))  # at stage 3 a read on one rank is an error already
+        ]
+        for edit in (own_noise, only_here, swapped_here)
+        for cls in (Edited, EditedLate)
     }
 
 
@@ -335,8 +399,50 @@ def test_edits_that_cannot_be_kept() -> None:
     for found in run(2, edits):
         assert all("from torch.float32 of shape (4, 4) to torch.float32 of shape (4, 2)" in m for m in found["narrow"])
         assert all("from torch.float32 of shape (4, 4) to torch.float64" in m for m in found["double"])
-        assert all(re.search("edited differently on the ranks .this is rank [01]", m) for m in found["own_noise"])
+        apart = {name: messages for name, messages in found.items() if name.startswith("apart")}
+        assert len(apart) == 6
+        for name, messages in apart.items():
+            text = "Parameters were edited differently on the ranks: 'last.weight' .this is rank [01]"
+            assert all(re.search(text, message) for message in messages), (name, messages)
         assert not any("no error" in messages for messages in found.values())
+
+
+def new_layer(model: Model) -> None:
+    model.last = nn.Linear(WIDTH, WIDTH)
+
+
+def new_parameter(model: Model) -> None:
+    model.first.weight = nn.Parameter(model.first.weight.detach().clone())
+
+
+def one_more(model: Model) -> None:
+    model.odd = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))
+
+
+def harmless(model: Model) -> None:
+    """Nothing of this takes part in training."""
+    model.odd = nn.Linear(1, 1).requires_grad_(False)
+    model.register_parameter("empty", nn.Parameter(torch.empty(0)))
+    model.first = model.first
+    bias = model.last.bias
+    del model.last.bias
+    model.last.register_parameter("bias", bias)
+
+
+def replaced() -> dict[str, list[tuple[str, int]]]:
+    edits = (new_layer, new_parameter, one_more, harmless)
+    return {e.__name__: [fit_error(lambda e=e: Edited(e), stage) for stage in STAGES] for e in edits}  # type: ignore[misc]
+
+
+def test_parameters_that_come_later_are_refused_at_the_next_step() -> None:
+    names = {"new_layer": "last.weight", "new_parameter": "first.weight", "one_more": "odd.1.weight"}
+    for found in run(2, replaced):
+        assert found.pop("harmless") == [("no error", 2)] * 3
+        for case, name in names.items():
+            for message, steps in found[case]:
+                assert f"RuntimeError: Parameter '{name}' has been added to the module" in message
+                assert "configure_model" in message
+                assert steps == 1
 
 
 class Functional(Model):
