@@ -7,21 +7,25 @@ the 12 bytes of master weights and Adam state K. In 32-bit training the paramete
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, RESIDENCE, checked_unit_bytes
+from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, RESIDENCE, ParameterDtypes, checked_unit_bytes
 from lightning_zero.partition.elementwise import states_per_element
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import group_parameters, largest_automatic_unit
 from lightning_zero.partition.layout import build_layout, row_major_stride
 from lightning_zero.partition.unit import Unit
+from lightning_zero.precision import ZeroPrecision
 
 KINDS = ("parameters", "gradients", "master", "optimizer")
 """Model states, by the names under which ``ZeroStrategy.memory_stats`` counts them; ``buffers`` come on top."""
+
+OFFLOADED = ("master", "optimizer")
+"""The kinds that rest in host memory under ``offload``."""
 
 # Flat buffers of gradients that units need at once: one is filled while two are on their way to their owners.
 _GRADIENT_BUFFERS = 3
@@ -156,9 +160,10 @@ def estimate_memory(
             A module is cut into the units that training would make, so padding and frozen parameters are accounted for.
         world_size: Ranks.
         stage: 1, 2 or 3 as for ZeroStrategy; 0 is plain data parallelism.
-        offload: Keep gradient shards, master weights and optimizer state in host memory.
-        precision: As for the Trainer. With "mixed" all parameters are counted as if autocast used them in 16 bits. At
-            stage 0 it is what Lightning's own plugin makes of it: fp32 with "mixed", 16 bits without masters with "true".
+        offload: Keep master weights and optimizer state in host memory.
+        precision: As for the Trainer. With "mixed" a number of parameters is counted as if autocast used all of them in
+            16 bits, of a module those are that it does. Stage 0 is what Lightning's own plugin makes of it: fp32 with
+            "mixed", 16 bits without masters with "true".
         optimizer_multiplier: Numbers of state per parameter: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
         largest_unit: Parameters in the largest unit; None is what units are cut to.
         unit_size_mb: As for ZeroStrategy.
@@ -169,29 +174,26 @@ def estimate_memory(
     _check(world_size, stage, optimizer_multiplier, backend)
     sizes = (SIZES if stage else PLAIN_SIZES)[precision]
     unit_bytes = checked_unit_bytes(unit_size_mb)
-    if isinstance(model_or_num_parameters, nn.Module):
-        parts = _parts_of_module(model_or_num_parameters, world_size if stage else 1, sizes, unit_bytes)
-    else:
-        parts = _parts_of_count(model_or_num_parameters, sizes, unit_bytes)
+    if offload and not stage:
+        raise ValueError("offload=True needs stage 1, 2 or 3: plain data parallelism keeps everything on the device")
     if offload:
-        if not stage:
-            raise ValueError(
-                "offload=True needs stage 1, 2 or 3: plain data parallelism keeps everything on the device"
-            )
         # What the device computes with stays there; the master is a second copy, of fp32 parameters too.
         sizes = ItemSizes(sizes.parameters, sizes.gradients, max(4, sizes.optimizer), sizes.optimizer)
-        parts = [FlatPart(p.numel, p.padded_numel, sizes, p.trainable, p.held) for p in parts]
+    if not isinstance(model_or_num_parameters, nn.Module):
+        parts = _parts_of_count(model_or_num_parameters, sizes, unit_bytes)
+    elif stage:
+        parts = _parts_of_module(model_or_num_parameters, world_size, precision, offload, unit_bytes)
+    else:
+        parts = _plain_parts(model_or_num_parameters, precision)
     if largest_unit is not None and largest_unit < 1:
         raise ValueError(f"largest_unit must be at least 1 parameter, got {largest_unit}")
-    # Offloaded gradients pass through buffers as they do at stage 2, and a single rank sends nothing.
-    passing = 0 if world_size == 1 else 2 if offload and stage == 1 else stage
+    passing = 0 if world_size == 1 else stage  # a single rank sends nothing
     traffic = _Traffic(passing, prefetch, _received_share(world_size) if passing and backend == "gloo" else 0.0)
     if largest_unit is None:
         buffers = _buffers(parts, traffic)
     else:
         buffers = traffic.under_way(FlatPart(largest_unit, largest_unit, sizes))
-    on_host = ("gradients", "master", "optimizer") if offload else ()
-    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, on_host)
+    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, OFFLOADED if offload else ())
 
 
 def estimate_engine(
@@ -210,20 +212,15 @@ def estimate_engine(
     buffers = _buffers(parts, _Traffic(stage, engine.config.prefetch, received))
     host = engine.config.main_device
     offloaded = stage > 0 and host is not None and host.type != engine.units[0].buffer.shard.device.type
-    on_host = ("master", "optimizer") if offloaded else ()
-    return _estimate(parts, world_size, stage, precision, optimizer_states(engine.optimizers), buffers, on_host)
+    states = optimizer_states(engine.optimizers)
+    return _estimate(parts, world_size, stage, precision, states, buffers, OFFLOADED if offloaded else ())
 
 
 def estimate_plain(
     module: nn.Module, optimizers: Sequence[Optimizer], world_size: int, precision: str
 ) -> MemoryEstimate:
     """Predict what plain data parallelism holds of ``module`` as it is."""
-    parts = []
-    for parameter in module.parameters():
-        size = parameter.element_size()
-        sizes = ItemSizes(size, size, 0, size)
-        parts.append(FlatPart(parameter.numel(), parameter.numel(), sizes, parameter.requires_grad))
-    return _estimate(parts, world_size, 0, precision, optimizer_states(optimizers), 0)
+    return _estimate(_plain_parts(module, "32-true"), world_size, 0, precision, optimizer_states(optimizers), 0)
 
 
 def optimizer_states(optimizers: Sequence[Optimizer]) -> float:
@@ -285,16 +282,45 @@ def _parts_of_count(count: float, sizes: ItemSizes, unit_bytes: int) -> list[Fla
     return [FlatPart(cut, cut, sizes) for cut in cuts]
 
 
-def _parts_of_module(module: nn.Module, world_size: int, sizes: ItemSizes, unit_bytes: int) -> list[FlatPart]:
+def _parts_of_module(
+    module: nn.Module, world_size: int, precision: str, offload: bool, unit_bytes: int
+) -> list[FlatPart]:
+    """The flat buffers that the engine would make."""
+    dtypes = replace(ZeroPrecision(precision).parameter_dtypes(module), separate_main=offload)
     parts = []
     for group in group_parameters(module, unit_bytes):
-        for trainable in (True, False):
-            shapes = tuple(tuple(p.shape) for _, p in group.parameters if p.requires_grad is trainable)
-            if shapes:
-                strides = tuple(row_major_stride(shape) for shape in shapes)
-                layout = build_layout(shapes, strides, world_size, sizes.parameters)
-                numel = sum(slot.range.numel for slot in layout.slots)
-                parts.append(FlatPart(numel, layout.padded_numel, sizes, trainable, not group.modules))
+        alike: dict[tuple[ItemSizes, bool], list[nn.Parameter]] = {}
+        for _, parameter in group.parameters:
+            if parameter.numel():
+                alike.setdefault((_sizes(parameter, dtypes, precision), parameter.requires_grad), []).append(parameter)
+        for (sizes, trainable), parameters in alike.items():
+            shapes = tuple(tuple(p.shape) for p in parameters)
+            strides = tuple(row_major_stride(shape) for shape in shapes)
+            layout = build_layout(shapes, strides, world_size, sizes.parameters)
+            numel = sum(p.numel() for p in parameters)
+            parts.append(FlatPart(numel, layout.padded_numel, sizes, trainable, not group.modules))
+    return _some(parts, module)
+
+
+def _sizes(parameter: nn.Parameter, dtypes: ParameterDtypes, precision: str) -> ItemSizes:
+    compute, master = dtypes.compute_dtype(parameter), dtypes.master_dtype(parameter)
+    own = 8 if precision == "64-true" else compute.itemsize
+    main = 0 if master is None else max(own, master.itemsize)
+    return ItemSizes(own, own, main, main or own)
+
+
+def _plain_parts(module: nn.Module, precision: str) -> list[FlatPart]:
+    """What Lightning's own plugin makes of the module."""
+    fixed = PLAIN_SIZES[precision] if precision in ("64-true", "bf16-true", "16-true") else None
+    parts = []
+    for parameter in module.parameters():
+        size = parameter.element_size()
+        sizes = fixed or ItemSizes(size, size, 0, size)
+        parts.append(FlatPart(parameter.numel(), parameter.numel(), sizes, parameter.requires_grad))
+    return _some(parts, module)
+
+
+def _some(parts: list[FlatPart], module: nn.Module) -> list[FlatPart]:
     if not parts:
         raise ValueError(f"{type(module).__name__} has no parameters")
     return parts
@@ -403,7 +429,8 @@ def _estimate(
     for part in parts:
         numel = part.padded_numel if stage else part.numel
         for kind, size in _bytes_per_parameter(part.sizes, states).items():
-            if part.trainable or kind == "parameters":
+            # A frozen parameter has a master where steps compute with fewer bits than it came with.
+            if part.trainable or kind in ("parameters", "master"):
                 held[kind] += numel * size / (world_size if kind in sharded else 1)
     largest = max(parts, key=lambda part: part.numel)
     return MemoryEstimate(

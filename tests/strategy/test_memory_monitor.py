@@ -1,5 +1,6 @@
 """MemoryMonitor: what it logs is what the ranks hold, what it prints is readable and explains itself."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,9 +19,9 @@ from lightning_zero import MemoryMonitor
 from lightning_zero.callbacks import memory_report
 from lightning_zero.callbacks.measurements import STATE_KINDS, Reading
 from lightning_zero.callbacks.memory_report import Forecast
-from lightning_zero.estimate import estimate_memory
+from lightning_zero.estimate import MemoryEstimate, estimate_engine, estimate_memory
 from tests.harness import make_trainer, run
-from tests.parity import STAGES, RandomData, make_strategy
+from tests.parity import STAGES, TINY_UNIT_MB, RandomData, make_strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 
@@ -183,6 +184,50 @@ def accumulate() -> list[int]:
 def test_steps_are_optimizer_steps() -> None:
     # Two epochs of five batches: steps after two, two and the last one.
     assert run(2, accumulate)[0] == [1, 3, 5]
+
+
+class Various(Net):
+    """A weight that steps compute with in fp32 in mixed precision, frozen ones of both kinds, and ordinary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.norm = nn.LayerNorm(16)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.norm(self.frozen(batch)), batch_idx)
+
+
+class Compare(pl.Callback):
+    """The prediction of the engine itself."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        engine = trainer.strategy.engine
+        self.estimates = [estimate_engine(engine, 2, str(trainer.precision), stage) for stage in (0, None)]
+
+
+def predict_before_and_after() -> list[tuple[list[MemoryEstimate], list[MemoryEstimate]]]:
+    pairs = []
+    for precision, stage, late in itertools.product(("32-true", "64-true", "bf16-mixed", "bf16-true"), STAGES, (0, 1)):
+        module, compare = Various(), Compare()
+        before = [
+            estimate_memory(module, 2, at, bool(late and at), precision, unit_size_mb=TINY_UNIT_MB, backend="gloo")
+            for at in (0, stage)
+        ]
+        kwargs = {"offload": True, "delayed_update": 0} if late else {}
+        trainer = make_trainer(
+            ".", strategy=make_strategy(stage, **kwargs), callbacks=[compare], precision=precision, max_steps=1
+        )
+        trainer.fit(module, DataLoader(RandomData(4, 16), batch_size=2))
+        pairs.append((before, compare.estimates))
+    return pairs
+
+
+def test_a_module_is_predicted_as_its_engine_is() -> None:
+    for before, after in run(2, predict_before_and_after)[0]:
+        for mine, engines in zip(before, after, strict=True):
+            # On a CPU nothing rests elsewhere.
+            assert replace(mine, on_host=()) == engines
 
 
 class ManualNet(Net):
