@@ -33,16 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_count(text: str) -> int:
     """Read a number of parameters such as ``7.5B``, ``350M`` or ``1e9``.
 
-    >>> parse_count("7.5B"), parse_count("350m"), parse_count("1_000")
-    (7500000000, 350000000, 1000)
+    >>> parse_count("7.5B"), parse_count("350 m"), parse_count("1_000"), parse_count("7,500,000")
+    (7500000000, 350000000, 1000, 7500000)
     """
+    given, text = text, text.replace(",", "").replace(" ", "")
     letter = text[-1:].upper() if text[-1:].isalpha() else ""
     try:
         count = float(text[: len(text) - len(letter)]) * _LETTERS[letter]
     except (KeyError, ValueError):
-        raise ValueError(f"{text!r} is not a number of parameters such as 7.5B, 350M or 1e9") from None
+        raise ValueError(f"{given!r} is not a number of parameters such as 7.5B, 350M or 1e9") from None
     if not 1 <= count < float("inf"):
-        raise ValueError(f"the number of parameters must be at least 1 and finite, got {text!r}")
+        raise ValueError(f"the number of parameters must be at least 1 and finite, got {given!r}")
     return round(count)
 
 
@@ -76,6 +77,7 @@ def build_on_meta(path: str, init_args: str = "{}") -> nn.Module:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-zero", description="ZeRO for unchanged LightningModules.")
+    parser.add_argument("--version", action="version", version=f"lightning_zero {doctor.version('lightning_zero')}")
     commands = parser.add_subparsers(dest="command", required=True)
     estimate = commands.add_parser(
         "estimate",
@@ -89,7 +91,12 @@ def _make_parser() -> argparse.ArgumentParser:
     estimate.add_argument(
         "--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=(0, 1, 2, 3), help="(default: all)"
     )
-    estimate.add_argument("--precision", default="bf16-mixed", choices=list(SIZES), help="(default: bf16-mixed)")
+    estimate.add_argument(
+        "--precision", default="bf16-mixed", help=f"as for the Trainer: {', '.join(SIZES)}, ... (default: bf16-mixed)"
+    )
+    estimate.add_argument(
+        "--backend", default="nccl", choices=("nccl", "gloo"), help="what carries gradients (default: nccl)"
+    )
     estimate.add_argument(
         "--optimizer-states", type=float, default=2, metavar="K",
         help="numbers of state per parameter: 2 for Adam (default), 1 for SGD with momentum, 0 for SGD",
@@ -122,6 +129,7 @@ def _estimate(arguments: argparse.Namespace) -> str:
                 precision=arguments.precision,
                 optimizer_multiplier=arguments.optimizer_states,
                 largest_unit=arguments.largest_unit,
+                backend=arguments.backend,
             )
             for stage in arguments.stage
         ]

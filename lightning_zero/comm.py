@@ -7,8 +7,9 @@ Gathers, reductions and control messages travel over groups of their own: ranks 
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
@@ -39,20 +40,35 @@ class Work(Protocol):
 
 @dataclass
 class CommStats:
-    """Calls and bytes by collective, per rank, in the bandwidth-optimal sense: what a rank must send at least.
+    """Calls, bytes and seconds by collective, per rank.
 
-    A rank sends ``(N - 1) / N`` of a gathered or reduce-scattered buffer, twice that for an all-reduce.
+    Bytes are meant in the bandwidth-optimal sense, as what a rank must send at least: ``(N - 1) / N`` of a gathered or
+    reduce-scattered buffer, twice that for an all-reduce. Seconds are those that the program has stood still for it;
+    where the device's queue does the waiting (NCCL), nobody sees them here.
     """
 
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def count(self, name: str, nbytes: int) -> None:
         self.calls[name] += 1
         self.bytes[name] += nbytes
 
-    def as_dict(self) -> dict[str, dict[str, int]]:
-        return {name: {"calls": self.calls[name], "bytes": self.bytes[name]} for name in self.calls}
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Around a wait for the collective."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        return {
+            name: {"calls": self.calls[name], "bytes": self.bytes[name], "seconds": self.seconds[name]}
+            for name in self.calls
+        }
 
 
 class _Done:
@@ -118,7 +134,8 @@ class Comm:
         self._exchanges = 0
         self._calls: dict[tuple[str, int], int] = defaultdict(int)
         self._worker = Worker("lightning_zero-reduce")
-        self._point_to_point = False
+        self.point_to_point = False
+        """Whether collectives are made of sends and receives (Gloo on CPUs), so that reducing takes memory of its own."""
         self._gather_group = self._reduce_group = self._control_group = None
         actual = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if actual != world_size:
@@ -132,7 +149,7 @@ class Comm:
         if backend == "fake":
             return
         kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        self._point_to_point = backend == "gloo" and device.type == "cpu"
+        self.point_to_point = backend == "gloo" and device.type == "cpu"
         self._gather_group = dist.new_group(backend=backend, **kwargs)
         self._reduce_group = dist.new_group(backend=backend, **kwargs)
         self._control_group = dist.new_group(backend="gloo", **kwargs)
@@ -152,7 +169,7 @@ class Comm:
         if self.world_size == 1 or not shard.numel():
             return _Done()
         self.stats.count("all_gather", shard.numel() * shard.element_size() * (self.world_size - 1))
-        if not self._point_to_point:
+        if not self.point_to_point:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return gather(full, own, group=self._gather_group, async_op=True)
         tag = self._next_tag("gather", channel)
@@ -171,7 +188,7 @@ class Comm:
         if self.world_size == 1 or not shard_numel:
             return _Result([], lambda: _scaled(own.clone(), scale, dtype))
         self.stats.count("reduce_scatter", shard_numel * full.element_size() * (self.world_size - 1))
-        if self._point_to_point:
+        if self.point_to_point:
             tag = self._next_tag("reduce", channel)
             pieces = dict(enumerate(full.chunk(self.world_size)))
             received = {peer: torch.empty_like(own) for peer in self._peers()}
@@ -184,6 +201,10 @@ class Comm:
         # Not ReduceOp.AVG: Gloo and some versions of other backends sum instead, without a word.
         work = reduce(out, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
         return _Result([work], lambda: _scaled(out, scale, dtype))
+
+    def received_bytes(self, full: Tensor) -> int:
+        """Memory that reducing ``full`` takes beside it until it is done."""
+        return full.nbytes // self.world_size * (self.world_size - 1) if self.point_to_point else 0
 
     def _post(
         self, group: Any, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
@@ -200,7 +221,8 @@ class Comm:
             self._count_control(tensor)
             ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
             group = self._control_group if tensor.device.type == "cpu" else self._reduce_group
-            dist.all_reduce(tensor, op=ops[op], group=group)
+            with self.stats.waiting(CONTROL_CALLS):
+                dist.all_reduce(tensor, op=ops[op], group=group)
         return tensor
 
     def broadcast(self, tensors: list[Tensor], src: int = 0) -> None:
@@ -210,8 +232,9 @@ class Comm:
             for tensor in tensors:
                 self.stats.count("broadcast", tensor.numel() * tensor.element_size())
                 works.append(dist.broadcast(tensor, src, group=self._reduce_group, async_op=True))
-            for work in works:
-                work.wait()
+            with self.stats.waiting("broadcast"):
+                for work in works:
+                    work.wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""
@@ -237,7 +260,8 @@ class Comm:
         header = torch.tensor([own, [-v for v in own]], dtype=torch.int64)
         self._count_control(header)
         try:
-            self._all_reduce_within(header, timeout)
+            with self.stats.waiting(CONTROL_CALLS):
+                self._all_reduce_within(header, timeout)
         except RuntimeError as error:
             raise self._apart(f"{place} {detail}", timeout) from error
         most, least = header[0].tolist(), (-header[1]).tolist()

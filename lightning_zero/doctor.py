@@ -45,7 +45,7 @@ def run() -> int:
 
 def examine() -> Report:
     report = Report()
-    report.lines.append(("lightning_zero", _version("lightning_zero") or "not installed, run from its source"))
+    report.lines.append(("lightning_zero", version("lightning_zero") or "not installed, run from its source"))
     report.lines.append(("python", platform.python_version()))
     _look_at_versions(report)
     _look_at_backends(report)
@@ -54,7 +54,8 @@ def examine() -> Report:
     return report
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The installed version; None if there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -63,9 +64,9 @@ def _version(package: str) -> str | None:
 
 def _look_at_versions(report: Report) -> None:
     for package, least in REQUIRED.items():
-        version = _version(package)
-        report.lines.append((package, version or "missing"))
-        if version is None or TorchVersion(version) < TorchVersion(least):
+        found = version(package)
+        report.lines.append((package, found or "missing"))
+        if found is None or TorchVersion(found) < TorchVersion(least):
             report.problems.append(f"{package} {least} or newer is needed: pip install '{package}>={least}'")
 
 

@@ -7,23 +7,29 @@ the 12 bytes of master weights and Adam state K. In 32-bit training the paramete
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, RESIDENCE, checked_unit_bytes
+from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, RESIDENCE, ParameterDtypes, checked_unit_bytes
 from lightning_zero.partition.elementwise import states_per_element
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import group_parameters, largest_automatic_unit
 from lightning_zero.partition.layout import build_layout, row_major_stride
 from lightning_zero.partition.unit import Unit
+from lightning_zero.precision import ZeroPrecision
 
 KINDS = ("parameters", "gradients", "master", "optimizer")
 """Model states, by the names under which ``ZeroStrategy.memory_stats`` counts them; ``buffers`` come on top."""
 
+OFFLOADED = ("master", "optimizer")
+"""The kinds that rest in host memory under ``offload``."""
+
 # Flat buffers of gradients that units need at once: one is filled while two are on their way to their owners.
 _GRADIENT_BUFFERS = 3
+_ON_THEIR_WAY = 2
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,14 @@ SIZES = {
     "64-true": ItemSizes(8, 8, 0, 8),
     **dict.fromkeys(("bf16-mixed", "16-mixed", "bf16-true", "16-true"), ItemSizes(2, 2, 4, 4)),
 }
+# What Lightning's own data parallelism holds: fp32 everywhere in mixed precision, 16 bits everywhere in half precision.
+PLAIN_SIZES = {
+    **SIZES,
+    **dict.fromkeys(("bf16-mixed", "16-mixed"), ItemSizes(4, 4, 0, 4)),
+    **dict.fromkeys(("bf16-true", "16-true"), ItemSizes(2, 2, 0, 2)),
+}
+# Lightning's other spellings.
+_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 @dataclass(frozen=True)
@@ -119,6 +133,7 @@ def estimate_memory(
     largest_unit: int | None = None,
     unit_size_mb: float = DEFAULT_UNIT_SIZE_MB,
     prefetch: int = 1,
+    backend: Literal["nccl", "gloo"] = "nccl",
 ) -> MemoryEstimate:
     """Predict the bytes of model states on one rank.
 
@@ -145,67 +160,67 @@ def estimate_memory(
             A module is cut into the units that training would make, so padding and frozen parameters are accounted for.
         world_size: Ranks.
         stage: 1, 2 or 3 as for ZeroStrategy; 0 is plain data parallelism.
-        offload: Keep gradient shards, master weights and optimizer state in host memory.
-        precision: As for the Trainer. With "mixed" all parameters are counted as if autocast used them in 16 bits.
+        offload: Keep master weights and optimizer state in host memory.
+        precision: As for the Trainer. With "mixed" a number of parameters is counted as if autocast used all of them in
+            16 bits, of a module those are that it does. Stage 0 is what Lightning's own plugin makes of it: fp32 with
+            "mixed", 16 bits without masters with "true".
         optimizer_multiplier: Numbers of state per parameter: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
         largest_unit: Parameters in the largest unit; None is what units are cut to.
         unit_size_mb: As for ZeroStrategy.
         prefetch: As for ZeroStrategy.
+        backend: What carries gradients. Under "gloo" the shards that other ranks send are buffers as well.
     """
-    _check(world_size, stage, precision, optimizer_multiplier)
-    sizes = SIZES[precision]
+    precision = checked_precision(precision)
+    _check(world_size, stage, optimizer_multiplier, backend)
+    sizes = (SIZES if stage else PLAIN_SIZES)[precision]
     unit_bytes = checked_unit_bytes(unit_size_mb)
-    if isinstance(model_or_num_parameters, nn.Module):
-        parts = _parts_of_module(model_or_num_parameters, world_size if stage else 1, sizes, unit_bytes)
-    else:
-        parts = _parts_of_count(model_or_num_parameters, sizes, unit_bytes)
+    if offload and not stage:
+        raise ValueError("offload=True needs stage 1, 2 or 3: plain data parallelism keeps everything on the device")
     if offload:
-        if not stage:
-            raise ValueError(
-                "offload=True needs stage 1, 2 or 3: plain data parallelism keeps everything on the device"
-            )
         # What the device computes with stays there; the master is a second copy, of fp32 parameters too.
         sizes = ItemSizes(sizes.parameters, sizes.gradients, max(4, sizes.optimizer), sizes.optimizer)
-        parts = [FlatPart(p.numel, p.padded_numel, sizes, p.trainable, p.held) for p in parts]
+    if not isinstance(model_or_num_parameters, nn.Module):
+        parts = _parts_of_count(model_or_num_parameters, sizes, unit_bytes)
+    elif stage:
+        parts = _parts_of_module(model_or_num_parameters, world_size, precision, offload, unit_bytes)
+    else:
+        parts = _plain_parts(model_or_num_parameters, precision)
     if largest_unit is not None and largest_unit < 1:
         raise ValueError(f"largest_unit must be at least 1 parameter, got {largest_unit}")
-    # Offloaded gradients pass through buffers as they do at stage 2, and a single rank sends nothing.
-    passing = 0 if world_size == 1 else 2 if offload and stage == 1 else stage
+    passing = 0 if world_size == 1 else stage  # a single rank sends nothing
+    traffic = _Traffic(passing, prefetch, _received_share(world_size) if passing and backend == "gloo" else 0.0)
     if largest_unit is None:
-        buffers = _buffers(parts, passing, prefetch)
+        buffers = _buffers(parts, traffic)
     else:
-        buffers = _under_way(FlatPart(largest_unit, largest_unit, sizes), passing, prefetch)
-    on_host = ("gradients", "master", "optimizer") if offload else ()
-    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, on_host)
+        buffers = traffic.under_way(FlatPart(largest_unit, largest_unit, sizes))
+    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, OFFLOADED if offload else ())
 
 
-def estimate_engine(engine: ZeroEngine, world_size: int, precision: str, plain: bool = False) -> MemoryEstimate:
+def estimate_engine(
+    engine: ZeroEngine, world_size: int, precision: str, stage: int | None = None
+) -> MemoryEstimate:
     """Predict what ``engine`` will hold once training runs, from its own units and optimizers.
 
-    With ``plain`` the same parameters under plain data parallelism.
+    With ``stage`` what the same units would need at another one; 0 is plain data parallelism.
     """
     if not engine.units:
         # At one rank there is nothing to shard.
         return estimate_plain(engine.module, engine.optimizers, world_size, precision)
-    stage = 0 if plain else engine.config.stage
-    parts = [_part_of_unit(engine, unit, plain) for unit in engine.units]
-    buffers = _buffers(parts, stage, engine.config.prefetch)
+    stage = engine.config.stage if stage is None else stage
+    parts = [_part_of_unit(engine, unit, plain=stage == 0) for unit in engine.units]
+    received = _received_share(world_size) if stage and engine.receives_shards else 0.0
+    buffers = _buffers(parts, _Traffic(stage, engine.config.prefetch, received))
     host = engine.config.main_device
     offloaded = stage > 0 and host is not None and host.type != engine.units[0].buffer.shard.device.type
-    on_host = ("master", "optimizer") if offloaded else ()
-    return _estimate(parts, world_size, stage, precision, optimizer_states(engine.optimizers), buffers, on_host)
+    states = optimizer_states(engine.optimizers)
+    return _estimate(parts, world_size, stage, precision, states, buffers, OFFLOADED if offloaded else ())
 
 
 def estimate_plain(
     module: nn.Module, optimizers: Sequence[Optimizer], world_size: int, precision: str
 ) -> MemoryEstimate:
     """Predict what plain data parallelism holds of ``module`` as it is."""
-    parts = []
-    for parameter in module.parameters():
-        size = parameter.element_size()
-        sizes = ItemSizes(size, size, 0, size)
-        parts.append(FlatPart(parameter.numel(), parameter.numel(), sizes, parameter.requires_grad))
-    return _estimate(parts, world_size, 0, precision, optimizer_states(optimizers), 0)
+    return _estimate(_plain_parts(module, "32-true"), world_size, 0, precision, optimizer_states(optimizers), 0)
 
 
 def optimizer_states(optimizers: Sequence[Optimizer]) -> float:
@@ -238,15 +253,23 @@ def short_count(count: float) -> str:
     return f"{count:.4g}T"
 
 
-def _check(world_size: int, stage: int, precision: str, optimizer_multiplier: float) -> None:
+def checked_precision(precision: str | int) -> str:
+    """The Trainer's ``precision`` in full: "bf16" is "bf16-mixed", 32 is "32-true"."""
+    name = _ALIASES.get(str(precision).lower(), str(precision).lower())
+    if name not in SIZES:
+        raise ValueError(f"precision must be one of {', '.join((*SIZES, *_ALIASES))}, got {precision!r}")
+    return name
+
+
+def _check(world_size: int, stage: int, optimizer_multiplier: float, backend: str) -> None:
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}")
     if stage != 0 and stage not in RESIDENCE:
         raise ValueError(f"stage must be 0 (plain data parallelism), 1, 2 or 3, got {stage!r}")
-    if precision not in SIZES:
-        raise ValueError(f"precision must be one of {', '.join(SIZES)}, got {precision!r}")
     if optimizer_multiplier < 0:
         raise ValueError(f"optimizer_multiplier must not be negative, got {optimizer_multiplier}")
+    if backend not in ("nccl", "gloo"):
+        raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
 
 
 def _parts_of_count(count: float, sizes: ItemSizes, unit_bytes: int) -> list[FlatPart]:
@@ -259,16 +282,45 @@ def _parts_of_count(count: float, sizes: ItemSizes, unit_bytes: int) -> list[Fla
     return [FlatPart(cut, cut, sizes) for cut in cuts]
 
 
-def _parts_of_module(module: nn.Module, world_size: int, sizes: ItemSizes, unit_bytes: int) -> list[FlatPart]:
+def _parts_of_module(
+    module: nn.Module, world_size: int, precision: str, offload: bool, unit_bytes: int
+) -> list[FlatPart]:
+    """The flat buffers that the engine would make."""
+    dtypes = replace(ZeroPrecision(precision).parameter_dtypes(module), separate_main=offload)
     parts = []
     for group in group_parameters(module, unit_bytes):
-        for trainable in (True, False):
-            shapes = tuple(tuple(p.shape) for _, p in group.parameters if p.requires_grad is trainable)
-            if shapes:
-                strides = tuple(row_major_stride(shape) for shape in shapes)
-                layout = build_layout(shapes, strides, world_size, sizes.parameters)
-                numel = sum(slot.range.numel for slot in layout.slots)
-                parts.append(FlatPart(numel, layout.padded_numel, sizes, trainable, not group.modules))
+        alike: dict[tuple[ItemSizes, bool], list[nn.Parameter]] = {}
+        for _, parameter in group.parameters:
+            if parameter.numel():
+                alike.setdefault((_sizes(parameter, dtypes, precision), parameter.requires_grad), []).append(parameter)
+        for (sizes, trainable), parameters in alike.items():
+            shapes = tuple(tuple(p.shape) for p in parameters)
+            strides = tuple(row_major_stride(shape) for shape in shapes)
+            layout = build_layout(shapes, strides, world_size, sizes.parameters)
+            numel = sum(p.numel() for p in parameters)
+            parts.append(FlatPart(numel, layout.padded_numel, sizes, trainable, not group.modules))
+    return _some(parts, module)
+
+
+def _sizes(parameter: nn.Parameter, dtypes: ParameterDtypes, precision: str) -> ItemSizes:
+    compute, master = dtypes.compute_dtype(parameter), dtypes.master_dtype(parameter)
+    own = 8 if precision == "64-true" else compute.itemsize
+    main = 0 if master is None else max(own, master.itemsize)
+    return ItemSizes(own, own, main, main or own)
+
+
+def _plain_parts(module: nn.Module, precision: str) -> list[FlatPart]:
+    """What Lightning's own plugin makes of the module."""
+    fixed = PLAIN_SIZES[precision] if precision in ("64-true", "bf16-true", "16-true") else None
+    parts = []
+    for parameter in module.parameters():
+        size = parameter.element_size()
+        sizes = fixed or ItemSizes(size, size, 0, size)
+        parts.append(FlatPart(parameter.numel(), parameter.numel(), sizes, parameter.requires_grad))
+    return _some(parts, module)
+
+
+def _some(parts: list[FlatPart], module: nn.Module) -> list[FlatPart]:
     if not parts:
         raise ValueError(f"{type(module).__name__} has no parameters")
     return parts
@@ -278,39 +330,59 @@ def _part_of_unit(engine: ZeroEngine, unit: Unit, plain: bool) -> FlatPart:
     located = engine.locate(unit.tensors[0])
     gradients = None if located is None else located[1]
     own, main = unit.dtype.itemsize, unit.main.element_size()
-    sizes = ItemSizes(
-        parameters=own,
-        gradients=own if plain or gradients is None else gradients.itemsize,
-        master=0 if unit.master is None else main,
-        optimizer=main,
-    )
+    if plain:
+        given = unit.face.dtype.itemsize
+        sizes = ItemSizes(given, given, 0, given)
+    else:
+        sizes = ItemSizes(
+            parameters=own,
+            gradients=own if gradients is None else gradients.itemsize,
+            master=0 if unit.master is None else main,
+            optimizer=main,
+        )
     numel = sum(tensor.numel() for tensor in unit.tensors)
     return FlatPart(numel, unit.layout.padded_numel, sizes, gradients is not None, not unit.modules)
 
 
-def _buffers(parts: list[FlatPart], stage: int, prefetch: int) -> int:
+@dataclass(frozen=True)
+class _Traffic:
+    """Which flat buffers units need in a step."""
+
+    stage: int
+    prefetch: int
+    received: float
+    """The share of a unit's gradients that is received beside them."""
+
+    def under_way(self, part: FlatPart) -> int:
+        """The unit in use, those prefetched, and the gradients being collected and reduced, all as large as ``part``."""
+        units = 1 + self.prefetch if self.stage == 3 else 0
+        units += _GRADIENT_BUFFERS * self._buffers_gradients(part)
+        return self._bytes(part, units + _ON_THEIR_WAY * self.received * part.trainable)
+
+    def pair(self, part: FlatPart) -> int:
+        """The unit's parameters and its gradients, where they are buffered."""
+        return self._bytes(part, (self.stage == 3) + self._buffers_gradients(part) + self.received * part.trainable)
+
+    def _bytes(self, part: FlatPart, copies: float) -> int:
+        return round(part.padded_numel * part.sizes.parameters * copies)
+
+    def _buffers_gradients(self, part: FlatPart) -> bool:
+        # At stage 1 gradients are reduced where they rest, unless that is in a wider dtype than the one sent.
+        wider = part.sizes.gradients > part.sizes.parameters
+        return part.trainable and (self.stage >= 2 or (self.stage == 1 and wider))
+
+
+def _received_share(world_size: int) -> float:
+    return (world_size - 1) / world_size
+
+
+def _buffers(parts: list[FlatPart], traffic: _Traffic) -> int:
     """What units need at once: the largest that are under way together, and those held through the step."""
-    held = sum(_pair(part, stage) for part in parts if part.held)
+    held = sum(traffic.pair(part) for part in parts if part.held)
     passing = [part for part in parts if not part.held]
-    most = max((_under_way(part, stage, prefetch) for part in passing), default=0)
+    most = max((traffic.under_way(part) for part in passing), default=0)
     # A small model has fewer units than could be under way.
-    return held + min(most, sum(_pair(part, stage) for part in passing))
-
-
-def _under_way(part: FlatPart, stage: int, prefetch: int) -> int:
-    """The unit in use, those prefetched, and the gradients being collected and reduced, all as large as ``part``."""
-    units = 1 + prefetch if stage == 3 else 0
-    return part.padded_numel * part.sizes.parameters * (units + _GRADIENT_BUFFERS * _buffers_gradients(part, stage))
-
-
-def _pair(part: FlatPart, stage: int) -> int:
-    """The unit's parameters and its gradients, where they are buffered."""
-    return part.padded_numel * part.sizes.parameters * ((stage == 3) + _buffers_gradients(part, stage))
-
-
-def _buffers_gradients(part: FlatPart, stage: int) -> bool:
-    # At stage 1 gradients are reduced where they rest, unless that is in a wider dtype than the one sent.
-    return part.trainable and (stage >= 2 or (stage == 1 and part.sizes.gradients > part.sizes.parameters))
+    return held + min(most, sum(traffic.pair(part) for part in passing))
 
 
 def _sharded_kinds(stage: int, on_host: tuple[str, ...]) -> set[str]:
@@ -357,7 +429,8 @@ def _estimate(
     for part in parts:
         numel = part.padded_numel if stage else part.numel
         for kind, size in _bytes_per_parameter(part.sizes, states).items():
-            if part.trainable or kind == "parameters":
+            # A frozen parameter has a master where steps compute with fewer bits than it came with.
+            if part.trainable or kind in ("parameters", "master"):
                 held[kind] += numel * size / (world_size if kind in sharded else 1)
     largest = max(parts, key=lambda part: part.numel)
     return MemoryEstimate(

@@ -472,9 +472,18 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         held = {"parameters": sum(p.numel() * p.element_size() for p in parameters)}
         return {"now": held, "peak": dict(held), "peak_total": held["parameters"]}
 
-    def comm_stats(self) -> dict[str, dict[str, int]]:
-        """Calls and bytes by collective since set-up, for this rank: ``{name: {"calls": n, "bytes": n}}``."""
+    def comm_stats(self) -> dict[str, dict[str, Any]]:
+        """What this rank has sent since set-up: ``{collective: {"calls": n, "bytes": n, "seconds": s}}``.
+
+        Seconds are those in which the program stood still for the collective; under NCCL the device's queue does the
+        waiting, which is not seen here.
+        """
         return {} if self._comm is None else self._comm.stats.as_dict()
+
+    @property
+    def has_pending_update(self) -> bool:
+        """Whether a delayed update is under way or waits to be published."""
+        return self.engine is not None and self.engine.has_pending_update
 
     # -- end ---------------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,11 @@ class ByteUnit:
                 return cls(name, size)
         return cls("kB", 1e3)
 
+    def scale(self, nbytes: float) -> float:
+        return nbytes / self._size
+
     def show(self, nbytes: float) -> str:
-        value = nbytes / self._size
+        value = self.scale(nbytes)
         return "0" if not value else f"{value:.0f}" if value >= 1000 else f"{value:.2f}"
 
 

@@ -2,9 +2,8 @@
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import lightning.pytorch as pl
 import psutil
@@ -111,12 +110,28 @@ def device_memory(device: torch.device) -> dict[str, float]:
     }
 
 
-def bytes_sent(trainer: "pl.Trainer") -> dict[str, float]:
-    """Bytes that this rank has sent so far, by collective; empty under strategies that do not count them."""
+def residual(values: Mapping[str, float], device: Mapping[str, float]) -> dict[str, float]:
+    """What the peak holds beside model states: activations and temporary memory, on a CPU the process itself too."""
+    peak = device.get("device_peak", values["rss_peak"])
+    return {"residual": max(0.0, peak - values["total_peak"])}
+
+
+def traffic(trainer: "pl.Trainer") -> dict[str, float]:
+    """Bytes that this rank has sent so far, by collective, and ``wait_seconds`` in which it stood still for them; empty
+    under strategies that do not count them."""
     if not isinstance(trainer.strategy, ZeroStrategy):
         return {}
-    stats: dict[str, Any] = trainer.strategy.comm_stats()
-    return {name: stats.get(name, {"bytes": 0})["bytes"] for name in COLLECTIVES}
+    stats = trainer.strategy.comm_stats()
+    counted = {f"{name}_bytes": stats[name]["bytes"] if name in stats else 0 for name in COLLECTIVES}
+    return {**counted, "wait_seconds": sum(collective["seconds"] for collective in stats.values())}
+
+
+def pending_update(trainer: "pl.Trainer") -> dict[str, float]:
+    """Whether a delayed update is pending; empty unless updates are delayed."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, ZeroStrategy) or strategy.delayed_from is None:
+        return {}
+    return {"update_pending": float(strategy.has_pending_update)}
 
 
 def _plain_states(trainer: "pl.Trainer") -> dict[str, int]:

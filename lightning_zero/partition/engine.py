@@ -85,6 +85,11 @@ class ZeroEngine:
     def rank(self) -> int:
         return self._comm.rank
 
+    @property
+    def receives_shards(self) -> bool:
+        """Whether reductions need memory for what the other ranks send."""
+        return self._comm.point_to_point
+
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def _needs_master(self) -> bool:
@@ -349,6 +354,11 @@ class ZeroEngine:
     def computes(self) -> bool:
         """Whether this is inside a step (or between its forward and its backward)."""
         return self._schedule.active or self._in_step
+
+    @property
+    def has_pending_update(self) -> bool:
+        """Whether a delayed update has not been published."""
+        return any(binding.is_pending for binding in self._bindings)
 
     def drain(self) -> None:
         """Finish delayed updates and take back early ones: somebody is going to look at parameters or optimizer state.

@@ -70,6 +70,8 @@ class UnitGradients:
         self._flat: FlatViews | None = None
         self._home: FlatViews | None = None
         self._sent: FlatViews | None = None
+        self._received = 0
+        """Bytes that the reduction under way receives into."""
         self._previous: Tensor | None = None
         self._shown: dict[int, Tensor] = {}
         """Local gradients in the parameters' dtype, where the local sum is wider."""
@@ -96,6 +98,11 @@ class UnitGradients:
     def itemsize(self) -> int:
         """Bytes per element of the resident gradients."""
         return (self.dtypes.local if self._whole else self.dtypes.reduced).itemsize
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the gradients are being reduced."""
+        return self.work is not None
 
     @property
     def is_complete(self) -> bool:
@@ -174,6 +181,8 @@ class UnitGradients:
             narrow.flat.copy_(flat.flat)
             self._give_back(flat)
             flat = narrow
+        self._received = self._comm.received_bytes(flat.flat)
+        self._ledger.add("buffers", self._received)
         self.work = self._comm.reduce_scatter(flat.flat, scale, self.dtypes.arrived, self.unit.index)
         self._sent = flat
         self.filled = 0
@@ -183,8 +192,9 @@ class UnitGradients:
         """Wait for the reduction; its result is merged at once, or starts on its way to the host."""
         if self.work is None or self._sent is None:
             return
-        reduced = self.work.wait()
-        self.work = None
+        with self._comm.stats.waiting("reduce_scatter"):
+            reduced = self.work.wait()
+        self._end_reduction()
         self._give_back(self._sent)
         self._sent = None
         if self._link is None:
@@ -261,7 +271,12 @@ class UnitGradients:
         self._set_shard(None)
         if self._home is not None:
             self._ledger.add("gradients", -self._home.nbytes)
-        self._flat = self._home = self._sent = self.work = self._landing = None
+        self._end_reduction()
+        self._flat = self._home = self._sent = self._landing = None
+
+    def _end_reduction(self) -> None:
+        self._ledger.add("buffers", -self._received)
+        self._received, self.work = 0, None
 
     def _give_back(self, flat: FlatViews) -> None:
         if flat is not self._home:
@@ -376,11 +391,12 @@ class GradientSync:
         if done is None:
             return True
         deadline = time.monotonic() + self._patience
-        while not done():
-            if self._out_of_patience or time.monotonic() > deadline:
-                self._out_of_patience = True  # for the rest of this backward
-                return False
-            time.sleep(0.0002)
+        with self._comm.stats.waiting("reduce_scatter"):
+            while not done():
+                if self._out_of_patience or time.monotonic() > deadline:
+                    self._out_of_patience = True  # for the rest of this backward
+                    return False
+                time.sleep(0.0002)
         return True
 
     def _finish_all(self) -> None:

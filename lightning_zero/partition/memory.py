@@ -1,6 +1,7 @@
 """Bytes by kind, and the pool of flat buffers that units share."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,25 @@ class Ledger:
         self.now: dict[str, int] = defaultdict(int)
         self.peak: dict[str, int] = defaultdict(int)
         self.peak_total = 0
+        self.idle = 0
+        """Of the buffers: bytes that wait for their next use."""
+        self.watcher: Callable[[], None] | None = None
+        """Called whenever bytes are held or given up and units change their state."""
 
     def add(self, kind: str, nbytes: int) -> None:
         self.now[kind] += nbytes
         if nbytes > 0:
             self.peak[kind] = max(self.peak[kind], self.now[kind])
             self.peak_total = max(self.peak_total, sum(self.now.values()))
+        self.changed()
+
+    def add_idle(self, nbytes: int) -> None:
+        self.idle += nbytes
+        self.changed()
+
+    def changed(self) -> None:
+        if self.watcher is not None:
+            self.watcher()
 
     def set(self, kind: str, nbytes: int) -> None:
         self.add(kind, nbytes - self.now[kind])
@@ -56,8 +70,8 @@ class BufferPool:
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, capacity: int) -> None:
+        self.ledger = ledger
         self._device = device
-        self._ledger = ledger
         self._capacity = capacity
         self._largest = 0
         self._idle: list[tuple[FlatLayout, FlatViews]] = []
@@ -67,26 +81,31 @@ class BufferPool:
         for index, (idle_layout, buffer) in enumerate(self._idle):
             if idle_layout is layout and buffer.flat.dtype == dtype:
                 del self._idle[index]
+                self.ledger.add_idle(-buffer.nbytes)
                 return buffer
         buffer = allocate(layout, dtype, self._device)
-        self._ledger.add("buffers", buffer.nbytes)
+        self.ledger.add("buffers", buffer.nbytes)
         return buffer
 
     def give(self, layout: FlatLayout, buffer: FlatViews) -> None:
         """Take back a buffer that its user is done with."""
         if buffer.is_shared():
-            self._ledger.add("buffers", -buffer.nbytes)
+            self.ledger.add("buffers", -buffer.nbytes)
             return
         self._idle.append((layout, buffer))
+        self.ledger.add_idle(buffer.nbytes)
         self._largest = max(self._largest, buffer.nbytes)
         while sum(idle.nbytes for _, idle in self._idle) > self._capacity * self._largest:
-            _, oldest = self._idle.pop(0)
-            self._ledger.add("buffers", -oldest.nbytes)
+            self._drop(0)
 
     def clear(self) -> None:
-        for _, buffer in self._idle:
-            self._ledger.add("buffers", -buffer.nbytes)
-        self._idle.clear()
+        while self._idle:
+            self._drop(0)
+
+    def _drop(self, index: int) -> None:
+        _, buffer = self._idle.pop(index)
+        self.ledger.add_idle(-buffer.nbytes)
+        self.ledger.add("buffers", -buffer.nbytes)
 
 
 def allocate(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatViews:

@@ -71,6 +71,11 @@ class ShardedBuffer:
     def is_whole(self) -> bool:
         return self._whole
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether shards of other ranks are on their way."""
+        return self._work is not None and not isinstance(self._work, _Here)
+
     def access(self, tensor: Tensor) -> None:
         """Called by a handle whose bytes are wanted."""
         self._on_access(self, tensor)
@@ -85,6 +90,7 @@ class ShardedBuffer:
             raise AssertionError(f"{self} is already unsharded or on its way")
         self._launch()
         self.state = State.GATHERING
+        self._pool.ledger.changed()
 
     def unshard(self) -> None:
         """Make the tensors plain; waits for a gather under way, starts one if there is none."""
@@ -104,6 +110,7 @@ class ShardedBuffer:
             if not self._whole or tensor.data_ptr() != view.data_ptr():
                 tensor.data = view
         self.state = State.UNSHARDED
+        self._pool.ledger.changed()
 
     def reshard(self) -> None:
         """Make the tensors handles; the bytes outside the own shard are given up (or, if whole, are out of date)."""
@@ -125,6 +132,7 @@ class ShardedBuffer:
                     tensor.data = value.expand(tensor.shape)
                 tensor.__class__ = handle.sharded_class(cls)
         self.state = State.SHARDED
+        self._pool.ledger.changed()
 
     def hide(self) -> None:
         """Make the tensors of a whole buffer handles although their bytes are here and up to date: that they are read
@@ -219,7 +227,8 @@ class ShardedBuffer:
     def _wait(self) -> None:
         if self._work is None:
             raise AssertionError(f"{self} has no gather under way")
-        self._work.wait()
+        with self._comm.stats.waiting("all_gather"):
+            self._work.wait()
         self._work = None
 
 

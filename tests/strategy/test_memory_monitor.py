@@ -1,5 +1,6 @@
 """MemoryMonitor: what it logs is what the ranks hold, what it prints is readable and explains itself."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,9 +19,9 @@ from lightning_zero import MemoryMonitor
 from lightning_zero.callbacks import memory_report
 from lightning_zero.callbacks.measurements import STATE_KINDS, Reading
 from lightning_zero.callbacks.memory_report import Forecast
-from lightning_zero.estimate import estimate_memory
+from lightning_zero.estimate import MemoryEstimate, estimate_engine, estimate_memory
 from tests.harness import make_trainer, run
-from tests.parity import STAGES, RandomData, make_strategy
+from tests.parity import STAGES, TINY_UNIT_MB, RandomData, make_strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 
@@ -52,7 +53,11 @@ class Witness(pl.Callback):
     def __init__(self) -> None:
         self.stats: dict[int, dict] = {}
         self.sent: dict[int, int] = {}
+        self.waited: dict[int, float] = {}
         self.validation_sent = 0
+
+    def _waited(self, trainer: pl.Trainer) -> float:
+        return sum(count["seconds"] for count in trainer.strategy.comm_stats().values())
 
     def _sent(self, trainer: pl.Trainer) -> int:
         stats = trainer.strategy.comm_stats()
@@ -71,6 +76,7 @@ class Witness(pl.Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         self.stats[step] = trainer.strategy.memory_stats()
         self.sent[step] = self._sent(trainer)
+        self.waited[step] = self._waited(trainer)
 
 
 class Memory(pl.loggers.logger.DummyLogger):
@@ -107,11 +113,11 @@ def fit(
     return logger.rows, witnesses[0] if witnesses else Witness()
 
 
-def fit_all_stages() -> list[tuple[dict, dict, dict]]:
+def fit_all_stages() -> list[tuple[dict, dict, dict, dict]]:
     outcomes = []
     for stage in STAGES:
         rows, witness = fit(stage, Net(), val_check_interval=2)
-        outcomes.append((rows, witness.stats, witness.sent))
+        outcomes.append((rows, witness.stats, witness.sent, witness.waited))
     return outcomes
 
 
@@ -123,7 +129,7 @@ def test_what_is_logged_is_what_the_ranks_hold_and_send() -> None:
         # Ten steps, of which the third, sixth and ninth are measured.
         assert list(rows) == [2, 5, 8]
         for step, row in rows.items():
-            stats = [stats[step] for stats, _ in witnesses]
+            stats = [stats[step] for stats, _, _ in witnesses]
             for kind in KINDS:
                 held = [s["now"].get(kind, 0) for s in stats]
                 assert (row[f"memory/{kind}_max"], row[f"memory/{kind}_mean"]) == (max(held), sum(held) / 2), kind
@@ -131,15 +137,44 @@ def test_what_is_logged_is_what_the_ranks_hold_and_send() -> None:
             assert (row["memory/total_max"], row["memory/total_mean"]) == (max(totals), sum(totals) / 2)
             peaks = [s["peak_total"] for s in stats]
             assert (row["memory/total_peak_max"], row["memory/total_peak_mean"]) == (max(peaks), sum(peaks) / 2)
-            sent = [(by_step[step] - by_step[step - 3]) / 3 for _, by_step in witnesses]
+            sent = [(by_step[step] - by_step[step - 3]) / 3 for _, by_step, _ in witnesses]
             assert (row["step/bytes_sent_max"], row["step/bytes_sent_mean"]) == (max(sent), sum(sent) / 2)
             assert row["memory/other_max"] == row["memory/master_max"] == 0
             assert row["memory/optimizer_max"] > row["memory/optimizer_mean"] > 0
             assert row["memory/rss_max"] >= row["memory/rss_mean"] > 50e6
             assert row["memory/host_available_mean"] >= row["memory/host_available_min"] > 0
+            assert row["memory/residual_max"] >= row["memory/residual_mean"] > 50e6
             assert 0 < row["step/seconds_mean"] <= row["step/seconds_max"] < 10
+            parts = [row[f"step/{part}_seconds_mean"] for part in ("compute", "wait", "optimizer")]
+            assert all(part > 0 for part in parts)
+            assert sum(parts) == pytest.approx(row["step/seconds_mean"])
+            assert "step/update_pending_max" not in row
             assert row["step/all_gather_bytes_max"] > 0
             assert row["step/reduce_scatter_bytes_max"] > 0
+
+
+def test_waits_are_what_the_strategy_has_counted() -> None:
+    rows, _, _, waited = run(2, fit_one)[0]
+    # No validation in between: everything that this rank waited from one measurement to the next.
+    assert rows[5]["step/wait_seconds_max"] >= (waited[5] - waited[2]) / 3 > 0
+
+
+def fit_one() -> tuple[dict, dict, dict, dict]:
+    rows, witness = fit(3, Net(), limit_val_batches=0)
+    return rows, witness.stats, witness.sent, witness.waited
+
+
+def fit_delayed() -> dict[int, float]:
+    logger = Memory()
+    strategy = make_strategy(2, offload=True, delayed_update=3)
+    trainer = make_trainer(".", strategy=strategy, callbacks=[MemoryMonitor(1)], logger=logger, max_epochs=1)
+    trainer.fit(Net(), DataLoader(RandomData(20, 16), batch_size=2))
+    return {step: row["step/update_pending_max"] for step, row in logger.rows.items()}
+
+
+def test_a_pending_update_is_seen() -> None:
+    # The updates of steps 0, 1 and 2 are made at once.
+    assert run(2, fit_delayed)[0] == {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}
 
 
 def accumulate() -> list[int]:
@@ -149,6 +184,50 @@ def accumulate() -> list[int]:
 def test_steps_are_optimizer_steps() -> None:
     # Two epochs of five batches: steps after two, two and the last one.
     assert run(2, accumulate)[0] == [1, 3, 5]
+
+
+class Various(Net):
+    """A weight that steps compute with in fp32 in mixed precision, frozen ones of both kinds, and ordinary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.norm = nn.LayerNorm(16)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.norm(self.frozen(batch)), batch_idx)
+
+
+class Compare(pl.Callback):
+    """The prediction of the engine itself."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        engine = trainer.strategy.engine
+        self.estimates = [estimate_engine(engine, 2, str(trainer.precision), stage) for stage in (0, None)]
+
+
+def predict_before_and_after() -> list[tuple[list[MemoryEstimate], list[MemoryEstimate]]]:
+    pairs = []
+    for precision, stage, late in itertools.product(("32-true", "64-true", "bf16-mixed", "bf16-true"), STAGES, (0, 1)):
+        module, compare = Various(), Compare()
+        before = [
+            estimate_memory(module, 2, at, bool(late and at), precision, unit_size_mb=TINY_UNIT_MB, backend="gloo")
+            for at in (0, stage)
+        ]
+        kwargs = {"offload": True, "delayed_update": 0} if late else {}
+        trainer = make_trainer(
+            ".", strategy=make_strategy(stage, **kwargs), callbacks=[compare], precision=precision, max_steps=1
+        )
+        trainer.fit(module, DataLoader(RandomData(4, 16), batch_size=2))
+        pairs.append((before, compare.estimates))
+    return pairs
+
+
+def test_a_module_is_predicted_as_its_engine_is() -> None:
+    for before, after in run(2, predict_before_and_after)[0]:
+        for mine, engines in zip(before, after, strict=True):
+            # On a CPU nothing rests elsewhere.
+            assert replace(mine, on_host=()) == engines
 
 
 class ManualNet(Net):
@@ -278,11 +357,6 @@ def test_a_bad_interval_is_refused(every_n_steps: Any) -> None:
         MemoryMonitor(every_n_steps=every_n_steps)
 
 
-def test_what_is_not_there_yet_says_so() -> None:
-    with pytest.raises(NotImplementedError, match=r"plot='memory\.png'"):
-        MemoryMonitor(plot="memory.png")
-
-
 # -- tables alone ------------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +381,7 @@ def test_the_widest_table_fits_80_columns(forecast: Forecast) -> None:
     )
     assert max(map(len, text.splitlines())) <= 80
     assert cells(text, "total") == ["120.00", "1.88", "2.04", "2.04", "1.94", "2.04", "1.94"]
-    assert cells(text, "masters") == ["30.00", "0.47", "0.47", "0.47", "0.45", "0.47", "0.45"]
+    assert cells(text, "masters") == ["0", "0.47", "0.47", "0.47", "0.45", "0.47", "0.45"]
     assert cells(text, "device held") == ["1234", "1234"]
     assert text.splitlines()[-1] == "The peak of a rank, buffers included, is 2% of plain data parallelism."
 

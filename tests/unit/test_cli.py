@@ -66,8 +66,8 @@ def test_estimate_of_several_rank_counts_and_chosen_stages(capsys: pytest.Captur
 def test_estimate_with_offload_says_where_things_rest(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["estimate", "1B", "--ranks", "4", "--stage", "0", "2", "--offload"])
     table = rows(capsys.readouterr().out)
-    assert table["on the host"] == ["0", "3.50"]
-    assert table["on the device"] == ["16.00", "2.00"]
+    assert table["on the host"] == ["0", "3.00"]
+    assert table["on the device"] == ["16.00", "2.50"]
 
 
 def test_a_module_is_built_without_allocating(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,8 @@ def test_a_module_is_built_without_allocating(capsys: pytest.CaptureFixture[str]
         (["torch.nn:Linear", "--init-args", "{"], "--init-args must be a JSON object, got '{'"),
         (["torch.nn:Linear", "--init-args", "[1]"], r"--init-args must be a JSON object, got '\[1\]'"),
         (["1B", "--ranks", "0"], "world_size must be an integer of at least 1, got 0"),
-        (["1B", "--precision", "8-bit"], "invalid choice: '8-bit'"),
+        (["1B", "--precision", "8-bit"], "precision must be one of 32-true, .*, got '8-bit'"),
+        (["1,5B", "--backend", "mpi"], "invalid choice: 'mpi'"),
         (["1B", "--stage", "4"], "invalid choice: 4"),
     ],
 )
@@ -104,6 +105,13 @@ def test_bad_input_ends_with_a_message_and_code_2(
         cli.main(["estimate", *arguments])
     assert info.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        cli.main(["--version"])
+    assert info.value.code == 0
+    assert capsys.readouterr().out == f"lightning_zero {importlib.metadata.version('lightning_zero')}\n"
 
 
 def test_doctor_finds_no_problem_here(capsys: pytest.CaptureFixture[str]) -> None:
