@@ -144,7 +144,7 @@ class ZeroPrecision(Precision):
         """``GradScaler.unscale_`` over shards: all ranks see an overflow that one of them has."""
         if self.engine is None:
             raise RuntimeError("gradients cannot be unscaled before the strategy is set up")
-        found = self.engine.unscale(self.main_params(optimizer), 1.0 / scaler.get_scale())
+        found = self.engine.gradient_shards(self.main_params(optimizer)).unscale(1.0 / scaler.get_scale())
         state = scaler._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
@@ -171,14 +171,14 @@ class ZeroPrecision(Precision):
         if self.engine is None or not self.engine.units:
             self.last_grad_norm = nn.utils.clip_grad_norm_(parameters, clip_val)
         else:
-            self.last_grad_norm = self.engine.clip_by_norm(parameters, float(clip_val))
+            self.last_grad_norm = self.engine.gradient_shards(parameters).clip_by_norm(float(clip_val))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if self.engine is None or not self.engine.units:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
-            self.engine.clip_by_value(list(self.main_params(optimizer)), float(clip_val))
+            self.engine.gradient_shards(self.main_params(optimizer)).clip_by_value(float(clip_val))
 
 
 def translate(plugin: Precision) -> ZeroPrecision:

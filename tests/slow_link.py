@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import OffloadConfig
+from lightning_zero.offload.update import HostUpdate
 from lightning_zero.transfer import HostPool, Link, Transfer
 from lightning_zero.worker import Worker
 
@@ -73,6 +74,11 @@ class FarStrategy(ZeroStrategy):
     """Offloads over a slow link, on a CPU."""
 
     link: SlowLink | None = None
+    updater: HostUpdate | None = None
+
+    def _make_updater(self) -> HostUpdate | None:
+        self.updater = super()._make_updater()
+        return self.updater
 
     def _make_link(self, offload: OffloadConfig) -> Link:
         self.link = SlowLink()

@@ -53,6 +53,8 @@ class HostUpdate:
         self._worker = Worker("lightning_zero-update")
         self._kept = HostPool(pin_memory=False)
         self._early: dict[int, _EarlyUpdate] = {}
+        self.accepted = self.taken_back = 0
+        """Early updates of units so far."""
         self._pause = self._pause_left = 0
 
     def run(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> Future | None:
@@ -129,6 +131,7 @@ class HostUpdate:
         for index, early in list(self._early.items()):
             if early.holds_for(wanted.get(index, [])):
                 done.append(self._forget(index))
+                self.accepted += 1
         if self._early:
             self._pause = min(max(_FIRST_PAUSE, 2 * self._pause), _LONGEST_PAUSE)
             self._pause_left = self._pause
@@ -145,6 +148,7 @@ class HostUpdate:
             early.future.result()
             early.undo()
             self._forget(index).keep_edits()
+            self.taken_back += 1
 
     def _forget(self, index: int) -> Unit:
         early = self._early.pop(index)

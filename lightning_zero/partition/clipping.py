@@ -1,10 +1,43 @@
-"""Gradient clipping over shards: what torch.nn.utils computes from whole gradients, with one number reduced."""
+"""Gradient clipping and loss unscaling over shards: what torch computes from whole gradients, with one number reduced."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from lightning_zero.comm import Comm
+
+
+class GradientShards:
+    """The owned parts of some parameters' reduced gradients; what is done to them is done to the gradients.
+
+    ``shards`` are this rank's, one for each gradient that it owns a part of.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], shards: list[Tensor], comm: Comm) -> None:
+        self._shards = shards
+        self._comm = comm
+        wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+        self._norm_dtype = torch.float64 if wide else torch.float32
+
+    def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip by the norm over all ranks; returns that norm (0-dim tensor)."""
+        zero = torch.zeros((), dtype=self._norm_dtype, device=self._comm.device)
+        return clip_by_norm(self._shards, max_norm, norm_type, self._comm.all_reduce, zero)
+
+    def clip_by_value(self, clip_value: float) -> None:
+        """Clamp every element to ``[-clip_value, clip_value]``."""
+        for shard in self._shards:
+            shard.clamp_(-clip_value, clip_value)
+
+    def unscale(self, inverse_scale: float) -> Tensor:
+        """Multiply by ``inverse_scale``; returns 1.0 if any rank's were not finite, else 0.0 (0-dim)."""
+        home = self._shards[0].device if self._shards else self._comm.device
+        found, scale = torch.zeros((), device=home), torch.full((), inverse_scale, device=home)
+        if self._shards:
+            torch._amp_foreach_non_finite_check_and_unscale_(self._shards, found, scale)
+        return self._comm.all_reduce(found.to(self._comm.device), "max")
 
 
 def clip_by_norm(
@@ -37,9 +70,3 @@ def total_norm(
         return all_reduce(norms.max(), "max")
     power = (norms.double() ** norm_type).sum()
     return (all_reduce(power, "sum") ** (1.0 / norm_type)).to(zero)
-
-
-def clip_by_value(shards: list[Tensor], clip_value: float) -> None:
-    """Clamp every element of the gradient shards to ``[-clip_value, clip_value]``, in place."""
-    for shard in shards:
-        shard.clamp_(-clip_value, clip_value)

@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.comm import Comm, fingerprint
 from lightning_zero.config import EngineConfig
-from lightning_zero.partition import clipping, handle, hooks
+from lightning_zero.partition import handle, hooks
+from lightning_zero.partition.clipping import GradientShards
 from lightning_zero.partition.elementwise import check_supported, state_bytes
 from lightning_zero.partition.gradients import GradientDtypes, GradientSync, UnitGradients
 from lightning_zero.partition.grouping import check_modules, check_nothing_new, group_parameters
@@ -462,42 +463,17 @@ class ZeroEngine:
         if sum(len(o.state) for o in self.optimizers) != self._states_counted:
             self._count_optimizer_state()
 
-    def gradient_shards(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The owned parts of the reduced gradients of ``parameters``; writing to them changes the gradients."""
-        shards = []
-        for parameter in parameters:
-            located = self.locate(parameter)
-            if located is None or located[1] is None:
-                continue
-            local = located[1].local(located[2])
-            if local is not None and local.numel():
-                shards.append(local)
-        return shards
-
-    def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of ``parameters`` by their norm over all ranks; returns that norm (0-dim tensor)."""
-        self.settle()
-        parameters = list(parameters)
-        wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-        zero = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=self._comm.device)
-        shards = self.gradient_shards(parameters)
-        return clipping.clip_by_norm(shards, max_norm, norm_type, self._comm.all_reduce, zero)
-
-    def clip_by_value(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        """Clip the gradients of ``parameters`` element by element."""
-        self.settle()
-        clipping.clip_by_value(self.gradient_shards(parameters), clip_value)
-
-    def unscale(self, parameters: Iterable[nn.Parameter], inverse_scale: float) -> Tensor:
-        """Multiply the gradients of ``parameters``; returns 1.0 if any rank's were not finite, else 0.0 (0-dim)."""
+    def gradient_shards(self, parameters: Iterable[nn.Parameter]) -> GradientShards:
+        """The reduced gradients of ``parameters``, to clip or to scale."""
         self.complete()
         self.settle()
-        shards = self.gradient_shards(parameters)
-        home = shards[0].device if shards else self._comm.device
-        found, scale = torch.zeros((), device=home), torch.full((), inverse_scale, device=home)
-        if shards:
-            torch._amp_foreach_non_finite_check_and_unscale_(shards, found, scale)
-        return self._comm.all_reduce(found.to(self._comm.device), "max")
+        parameters, shards = list(parameters), []
+        for parameter in parameters:
+            located = self.locate(parameter)
+            local = None if located is None or located[1] is None else located[1].local(located[2])
+            if local is not None and local.numel():
+                shards.append(local)
+        return GradientShards(parameters, shards, self._comm)
 
     def masters(self, keep: bool) -> dict[str, Tensor]:
         """Whole master weights, by name, that the module's state dict does not show; empty unless ``keep``."""
