@@ -349,6 +349,11 @@ class Unit:
         """Whether users see other bytes than steps compute with."""
         return self.face is not self.buffer
 
+    @property
+    def hides_master(self) -> bool:
+        """Whether there are master weights with more bits than users see."""
+        return self.master is not None and self.master.dtype != self.dtype and not self.has_two_faces
+
     def publish(self) -> None:
         """After a step: the model weights' shard takes the master's new values."""
         if self.master is not None and not self.published:
