@@ -61,6 +61,10 @@ class Beside:
         if self.is_local and fcntl is not None:
             self._lock = _lock(os.open(self.partial, os.O_RDONLY))
 
+    def written(self) -> int:
+        """Bytes so far, of all ranks."""
+        return int(self.fs.du(self.partial)) if self.fs.exists(self.partial) else 0
+
     def commit(self) -> None:
         """Put what was written at the destination, in the place of what stood there."""
         if self.is_local:

@@ -59,6 +59,10 @@ class FileCheckpointIO(TorchCheckpointIO):
         fs, place = url_to_fs(path)
         if "file" in fs.protocol and zipfile.is_zipfile(place):
             return torch.load(place, map_location=map_location, mmap=True, weights_only=weights_only)
+        if fs.isdir(place):
+            raise ValueError(
+                f"{path!r} is a folder, but not a whole checkpoint of torch.distributed.checkpoint: it has no .metadata."
+            )
         return super().load_checkpoint(path, map_location, weights_only)
 
     @override

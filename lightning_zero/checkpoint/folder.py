@@ -121,8 +121,8 @@ class FolderCheckpoint:
         return planner.values
 
     def _reader(self) -> "_LocalReader | _RemoteReader":
-        fs, _ = url_to_fs(os.fspath(self.path))
-        return (_LocalReader if isinstance(fs, LocalFileSystem) else _RemoteReader)(self.path)
+        fs, place = url_to_fs(os.fspath(self.path))
+        return _LocalReader(place) if isinstance(fs, LocalFileSystem) else _RemoteReader(self.path)
 
 
 def is_folder(path: str | os.PathLike) -> bool:
@@ -206,9 +206,7 @@ class _Committing(FileSystemWriter):
                 cause = cause.__cause__ or cause.__context__
             if cause is None or isinstance(cause, IsADirectoryError):
                 raise
-            folder = self._beside.partial
-            written = sum(file["size"] or 0 for file in self._beside.fs.ls(folder)) if self._beside.fs.exists(folder) else 0
-            raise describe(cause, self._destination, written) from error
+            raise describe(cause, self._destination, self._beside.written()) from error
 
 
 class _LocalWriter(_Committing):
