@@ -176,6 +176,14 @@ def describe(error: OSError, path: str | os.PathLike, written: int) -> OSError:
     )
 
 
+def os_error(error: BaseException) -> OSError | None:
+    """The error of the file system behind ``error``: torch.save raises one of its own on top of it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return None if isinstance(cause, IsADirectoryError) else cause
+
+
 def _locate(path: str | os.PathLike) -> tuple[AbstractFileSystem, str]:
     fs, place = url_to_fs(os.fspath(path))
     return fs, place.rstrip("/") or "/"

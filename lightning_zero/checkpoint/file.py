@@ -4,14 +4,14 @@ import os
 import uuid
 import zipfile
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 import torch
 from fsspec.core import url_to_fs
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_zero.checkpoint.beside import Beside, describe, remove, standing
+from lightning_zero.checkpoint.beside import Beside, describe, os_error, remove, standing
 
 
 class FileCheckpointIO(TorchCheckpointIO):
@@ -28,23 +28,23 @@ class FileCheckpointIO(TorchCheckpointIO):
                 " one of ZeroStrategy does not."
             )
         beside = Beside(path, uuid.uuid4().hex)
-        sink = _Sink()
         try:
             if beside.is_local:
-                with beside.begin_file() as sink.file:
-                    torch.save(checkpoint, sink)  # type: ignore[arg-type]
-                    sink.sync()
+                with beside.begin_file() as file:
+                    torch.save(checkpoint, file)
+                    file.flush()
+                    os.fsync(file.fileno())
                 beside.commit()
             else:
                 # Most remote file systems cannot rename, but show a file only when it is complete.
                 beside.fs.makedirs(os.path.dirname(beside.destination), exist_ok=True)
-                with beside.fs.transaction, beside.fs.open(beside.destination, "wb") as sink.file:
-                    torch.save(checkpoint, sink)  # type: ignore[arg-type]
+                with beside.fs.transaction, beside.fs.open(beside.destination, "wb") as file:
+                    torch.save(checkpoint, file)
         except BaseException as error:
+            cause, written = os_error(error), beside.written()
             beside.abandon()
-            cause = sink.error or error
-            if isinstance(cause, OSError) and not isinstance(cause, IsADirectoryError):
-                raise describe(cause, path, sink.written) from error
+            if cause is not None:
+                raise describe(cause, path, written) from error
             raise
 
     @override
@@ -68,33 +68,3 @@ class FileCheckpointIO(TorchCheckpointIO):
     @override
     def remove_checkpoint(self, path: str | os.PathLike) -> None:
         remove(path, uuid.uuid4().hex)
-
-
-class _Sink:
-    """What torch.save writes to: it hides why a write has failed, this does not."""
-
-    file: IO[bytes]
-
-    def __init__(self) -> None:
-        self.written = 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            count = self.file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        self.written += count
-        return count
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    def sync(self) -> None:
-        try:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-        except OSError as error:
-            self.error = self.error or error
-            raise

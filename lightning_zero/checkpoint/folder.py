@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_zero.checkpoint.beside import Beside, describe, is_folder_checkpoint, standing
+from lightning_zero.checkpoint.beside import Beside, describe, is_folder_checkpoint, os_error, standing
 from lightning_zero.checkpoint.planners import IntoLoadPlanner, Path, ShardSavePlanner
 from lightning_zero.partition.shards import TensorShard
 
@@ -60,16 +60,20 @@ def save_folder(
 
 
 class FolderCheckpoint:
-    """A folder to read from, written by this package or by Lightning."""
+    """A folder to read from, written by this package or by Lightning.
 
-    def __init__(self, path: str | os.PathLike, weights_only: bool | None = None) -> None:
+    All ranks read it together, and all raise if one of them cannot; or one process reads it ``alone``.
+    """
+
+    def __init__(self, path: str | os.PathLike, weights_only: bool | None = None, alone: bool = False) -> None:
         self.path = standing(path)
+        self._alone = alone
         self._weights_only = weights_only is not False
         self._metadata: Metadata = self._reader().read_metadata()
-        named = self._metadata.planner_data or {}
-        self._paths: dict[Path, str] = {
-            tuple(named.get(key, (key,))): key for key in self._metadata.state_dict_metadata
-        }
+        stored, named = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
+        # In the order of the state that was saved, as far as it is known.
+        self._paths: dict[Path, str] = {tuple(path): key for key, path in named.items() if key in stored}
+        self._paths.update({(key,): key for key in stored if key not in named})
 
     def meta(self) -> dict[str, Any]:
         """What is neither weights nor optimizer state."""
@@ -94,7 +98,7 @@ class FolderCheckpoint:
             return None
         return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
 
-    def where(self, key: str) -> Any:
+    def place(self, key: str) -> Any:
         """Equal for keys of the same bytes."""
         stored = self._metadata.state_dict_metadata[key]
         chunks = stored.chunks[:1] if isinstance(stored, TensorStorageMetadata) else []
@@ -103,26 +107,28 @@ class FolderCheckpoint:
         return key if info is None else (info.relative_path, info.offset, info.length)
 
     def read(self, targets: Mapping[str, Tensor | TensorShard | None]) -> dict[str, Any]:
-        """Fill the tensors and shards in ``targets``; the plain values among them are returned. All ranks call it."""
-        planner = IntoLoadPlanner(targets, self._weights_only)
+        """Fill the tensors and shards in ``targets``; the plain values among them are returned."""
+        planner, reader = IntoLoadPlanner(targets, self._weights_only), self._reader()
+        if self._alone:
+            planner.set_up_planner({}, self._metadata, True)
+            reader.set_up_storage_reader(self._metadata, True)
+            reader.read_data(planner.create_local_plan(), planner).wait()
+            return planner.values
         try:
             with _quiet():
-                dcp.load({}, storage_reader=self._reader(), planner=planner)
+                dcp.load({}, storage_reader=reader, planner=planner)
         except BaseException as error:
             raise _cause(error, f"The checkpoint {os.fspath(self.path)!r} could not be read") from error
-        return planner.values
-
-    def read_alone(self, targets: Mapping[str, Tensor | TensorShard | None]) -> dict[str, Any]:
-        """The same on one rank, whatever others do."""
-        planner, reader = IntoLoadPlanner(targets, self._weights_only), self._reader()
-        planner.set_up_planner({}, self._metadata, True)
-        reader.set_up_storage_reader(self._metadata, True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
         return planner.values
 
     def _reader(self) -> "_LocalReader | _RemoteReader":
         fs, place = url_to_fs(os.fspath(self.path))
         return _LocalReader(place) if isinstance(fs, LocalFileSystem) else _RemoteReader(self.path)
+
+
+def weights_of(folder: FolderCheckpoint) -> dict[Path, str]:
+    """The keys of the weights, by their names."""
+    return next((found for name in WEIGHTS if (found := folder.below(name))), {})
 
 
 def is_folder(path: str | os.PathLike) -> bool:
@@ -200,11 +206,8 @@ class _Committing(FileSystemWriter):
         try:
             yield
         except Exception as error:
-            # The writer of torch.save raises an error of its own on top of the one that says why.
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None or isinstance(cause, IsADirectoryError):
+            cause = os_error(error)
+            if cause is None:
                 raise
             raise describe(cause, self._destination, self._beside.written()) from error
 

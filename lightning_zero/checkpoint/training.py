@@ -1,7 +1,9 @@
 """Between Lightning's checkpoint, one nested dict, and a folder of shards."""
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.folder import WEIGHTS, FolderCheckpoint, nested
+from lightning_zero.checkpoint.folder import WEIGHTS, FolderCheckpoint, nested, weights_of
 from lightning_zero.checkpoint.planners import Path
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.shards import TensorShard
@@ -46,10 +48,7 @@ def from_folder(folder: FolderCheckpoint, into: Mapping[str, Any]) -> dict[str, 
     state and masters are left where they are, as SavedOptimizer and SavedMasters. All ranks call it."""
     checkpoint = folder.meta()
     checkpoint["state_dict"] = _read_weights(folder, into)
-    optimizers: list[SavedOptimizer] = []
-    while folder.below(_name(len(optimizers))):
-        optimizers.append(SavedOptimizer(folder, len(optimizers)))
-    if optimizers:
+    if optimizers := optimizers_of(folder):
         checkpoint["optimizer_states"] = optimizers
     if folder.below(OWN_KEY, "masters"):
         checkpoint[OWN_KEY] = {"masters": SavedMasters(folder)}
@@ -58,56 +57,81 @@ def from_folder(folder: FolderCheckpoint, into: Mapping[str, Any]) -> dict[str, 
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """An optimizer's state in a folder."""
+    """An optimizer's state in a folder, where parameters are known by their names."""
 
     folder: FolderCheckpoint
     index: int
 
+    @property
+    def below(self) -> dict[Path, str]:
+        return self.folder.below(_name(self.index))
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All but the state of parameters, among it the param groups."""
+        return _fetch(self.folder, {path: key for path, key in self.below.items() if path[0] != "state"})
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The parameters in the order of the groups."""
+        return [name for group in self.settings["param_groups"] for name in group["params"]]
+
+    def numbered(self, numbers: Mapping[str, int] | None = None) -> dict[Path, str]:
+        """The keys of the parameters' state, by their path in a state dict of torch. ``numbers`` are those of the
+        parameters, if they are not to be those of :attr:`names`."""
+        if numbers is None:
+            numbers = {name: number for number, name in enumerate(self.names)}
+        state = self.folder.below(_name(self.index), "state")
+        found = {(numbers[str(path[0])], *path[1:]): key for path, key in state.items() if path}
+        return {("state", *path): key for path, key in sorted(found.items(), key=lambda item: item[0][0])}
+
+    def state_dict(self, value: Callable[[str], Any], numbers: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """A state dict in torch's own layout; ``value`` says what stands at a key."""
+        groups, start = [], 0
+        for group in self.settings["param_groups"]:
+            groups.append({**group, "params": list(range(start, start + len(group["params"])))})
+            start += len(group["params"])
+        flat: dict[int, dict[Path, Any]] = {}
+        for (_, number, *path), key in self.numbered(numbers).items():
+            flat.setdefault(int(number), {})[tuple(path)] = value(key)
+        states = {number: nested(entries) for number, entries in flat.items()}
+        return {**self.settings, "state": states, "param_groups": groups}
+
     def read(self, optimizer: Optimizer, module: nn.Module, engine: ZeroEngine | None) -> dict[str, Any]:
         """A state dict for ``optimizer`` with this rank's shards only. All ranks call it."""
-        below = self.folder.below(_name(self.index))
-        rest = _fetch(self.folder, {path: key for path, key in below.items() if path[0] != "state"})
-        names = _names(optimizer, module)
-        self._check(rest["param_groups"], optimizer, names)
-        places = {name: (i, p) for i, (name, p) in enumerate(zip(names, _parameters(optimizer), strict=True))}
+        names, parameters = _names(optimizer, module), _parameters(optimizer)
+        self._check(optimizer, names)
+        numbers = {name: number for number, name in enumerate(names)}
         binding = None if engine is None else engine.binding(optimizer)
         targets: dict[str, Any] = {}
-        for path, key in below.items():
-            if path[0] != "state" or len(path) < 3:
-                continue
-            name, entry = str(path[1]), str(path[2])
-            like, parameter = self.folder.tensor(key), places[name][1]
+        for (_, number, *path), key in self.numbered(numbers).items():
+            like, parameter = self.folder.tensor(key), parameters[int(number)]
             if like is None:
                 targets[key] = None
             elif binding is None:
                 targets[key] = torch.empty_like(like, device=parameter.device)
             else:
-                room = binding.room_for(parameter, entry, like)
-                if room is not None:
-                    targets[key] = room
+                targets[key] = binding.room_for(parameter, str(path[0]), like)
         values = self.folder.read(targets)
-        flat = {
-            (places[str(path[1])][0], *path[2:]): values.get(key, targets[key])
-            for path, key in below.items()
-            if key in targets
-        }
-        states: dict[int, dict[Path, Any]] = {}
-        for path, value in flat.items():
-            states.setdefault(path[0], {})[path[1:]] = value  # type: ignore[arg-type]
-        return {**rest, "state": {index: nested(state) for index, state in sorted(states.items())}}
+        return self.state_dict(lambda key: values.get(key, targets[key]), numbers)
 
-    def _check(self, groups: list[dict[str, Any]], optimizer: Optimizer, names: list[str]) -> None:
-        """Parameters are known by their names; number them as ``optimizer`` does."""
-        what = f"The checkpoint {str(self.folder.path)!r} does not fit optimizer {self.index}"
-        sizes = [len(group["params"]) for group in groups]
+    def _check(self, optimizer: Optimizer, names: list[str]) -> None:
+        what = f"The checkpoint {os.fspath(self.folder.path)!r} does not fit optimizer {self.index}"
+        sizes = [len(group["params"]) for group in self.settings["param_groups"]]
         own = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != own:
-            raise ValueError(f"{what}: it has param groups of {sizes} parameters, the optimizer has {own}.")
-        unknown = sorted({name for group in groups for name in group["params"]} - set(names))
+            raise ValueError(f"{what}: it has param groups of {sizes} parameters, the optimizer has {own}.{_WAY_OUT}")
+        unknown = sorted(set(self.names) - set(names))
         if unknown:
-            raise ValueError(f"{what}: it has state for {unknown[:3]}, which the optimizer does not update.")
-        for group, mine in zip(groups, _numbered(optimizer), strict=True):
-            group["params"] = mine
+            raise ValueError(f"{what}: it has state for {unknown[:3]}, which the optimizer does not update.{_WAY_OUT}")
+
+
+def optimizers_of(folder: FolderCheckpoint) -> list[SavedOptimizer]:
+    """The optimizers whose state is in the folder."""
+    optimizers: list[SavedOptimizer] = []
+    while folder.below(_name(len(optimizers))):
+        optimizers.append(SavedOptimizer(folder, len(optimizers)))
+    return optimizers
 
 
 @dataclass(frozen=True)
@@ -163,7 +187,7 @@ def _check_settings(optimizer: Optimizer, index: int) -> None:
 
 
 def _read_weights(folder: FolderCheckpoint, into: Mapping[str, Any]) -> dict[str, Any]:
-    keys = next((found for name in WEIGHTS if (found := folder.below(name))), {})
+    keys = weights_of(folder)
     targets: dict[str, Any] = {}
     for path, key in keys.items():
         like, own = folder.tensor(key), into.get(str(path[0])) if len(path) == 1 else None
@@ -189,15 +213,6 @@ def _name(index: int) -> str:
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _numbered(optimizer: Optimizer) -> list[list[int]]:
-    """What stands for the parameters of each group in a state dict."""
-    groups, start = [], 0
-    for group in optimizer.param_groups:
-        groups.append(list(range(start, start + len(group["params"]))))
-        start += len(group["params"])
-    return groups
 
 
 def _names(optimizer: Optimizer, module: nn.Module) -> list[str]:
