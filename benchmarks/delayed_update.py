@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import ZeroStrategy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from train_gpt import GPT, StandardLibraryText  # noqa: E402
+from train_gpt import GPT, StandardLibraryText
 
 WINDOW = 20
 WARM_UP = 40

@@ -1,4 +1,4 @@
-"""The console script ``lightning-zero``: what a model will need, and whether this machine is ready."""
+"""The console script ``lightning-zero``: what a model will need, whether this machine is ready, and one file from many."""
 
 import argparse
 import importlib
@@ -8,9 +8,13 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from torch import nn
 
 from lightning_zero import doctor
+from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.estimate import KINDS, SIZES, MemoryEstimate, estimate_memory, short_count
 from lightning_zero.tables import ByteUnit, new_table, render
 
@@ -24,8 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "doctor":
         return doctor.run()
     try:
-        print(_estimate(arguments))
-    except ValueError as error:
+        if arguments.command == "consolidate":
+            _consolidate(arguments.folder, arguments.file)
+        else:
+            print(_estimate(arguments))
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0
 
@@ -112,7 +119,22 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Versions, backends, kernels, threads and memory. The exit code is 1 if anything keeps training from"
         " working.",
     )
+    merge = commands.add_parser(
+        "consolidate",
+        help="make one file of a folder of shards",
+        description="Make one Lightning checkpoint of the folder that state_dict_type='sharded' (or Lightning's FSDP) has"
+        " written, in one process and little memory. A .safetensors file gets the weights only.",
+    )
+    merge.add_argument("folder", help="the checkpoint folder")
+    merge.add_argument("file", help="the new file, ending in .ckpt, .pt, .pth or .safetensors")
     return parser
+
+
+def _consolidate(folder: str, file: str) -> None:
+    columns = (TextColumn(file), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("")
+        consolidate(folder, file, lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _estimate(arguments: argparse.Namespace) -> str:

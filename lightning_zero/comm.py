@@ -136,7 +136,8 @@ class Comm:
         self._worker = Worker("lightning_zero-reduce")
         self.point_to_point = False
         """Whether collectives are made of sends and receives (Gloo on CPUs), so that reducing takes memory of its own."""
-        self._gather_group = self._reduce_group = self._control_group = None
+        self._gather_group = self._reduce_group = self._control_group = self._storage_group = None
+        self._timeout = timeout
         actual = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if actual != world_size:
             raise RuntimeError(
@@ -307,6 +308,13 @@ class Comm:
         return RuntimeError(
             f"The ranks have gone different ways: {where}{missing}. This is rank {self.rank}.{_WAY_OUT}"
         )
+
+    @property
+    def storage_group(self) -> Any:
+        """The group over which ranks agree on what each writes to a checkpoint; the first use is a collective."""
+        if self._storage_group is None and self.world_size > 1 and self._control_group is not None:
+            self._storage_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._storage_group
 
     def close(self) -> None:
         """End the helper thread; the groups stay usable for gathering state after training."""

@@ -15,7 +15,9 @@ from torch.torch_version import TorchVersion
 from lightning_zero import ops
 from lightning_zero.estimate import short_bytes
 
-REQUIRED = {"torch": "2.6", "lightning": "2.5", "torchmetrics": "1.0", "psutil": "5.9", "rich": "12.3"}
+REQUIRED = {
+    "torch": "2.6", "lightning": "2.5", "fsspec": "2023.6", "torchmetrics": "1.0", "psutil": "5.9", "rich": "12.3",
+}  # fmt: skip
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """ZeroStrategy: Lightning's hooks, each a line or two into the engine."""
 
 import os
+import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -16,15 +17,20 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.checkpoint.file import FileCheckpointIO
+from lightning_zero.checkpoint.folder import FolderCheckpoint, is_folder, save_folder
+from lightning_zero.checkpoint.training import OWN_KEY, from_folder, load_optimizers, to_folder
 from lightning_zero.comm import Comm, check_backend
 from lightning_zero.config import (
     DEFAULT_UNIT_SIZE_MB,
@@ -34,17 +40,19 @@ from lightning_zero.config import (
     checked_unit_bytes,
     checked_unit_policy,
     first_delayed_step,
+    refuse_unfinished,
 )
 from lightning_zero.migration import AnswersForeignArguments
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine, check_module
+from lightning_zero.partition.grouping import outline
+from lightning_zero.partition.handle import Sharded
+from lightning_zero.partition.optimizer import StateForm
 from lightning_zero.precision import ZeroPrecision, translate
 from lightning_zero.transfer import Link, StreamLink
 from lightning_zero.uneven import UnevenBatches
 
 _CLOSE_TIMEOUT_SECONDS = 10.0
-CHECKPOINT_KEY = "lightning_zero"
-"""Where a checkpoint holds what plain Lightning has no place for."""
 
 
 class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
@@ -64,7 +72,8 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         shard_group_size: shard inside groups of this many ranks and replicate across them.
         activation_checkpointing_policy: module classes or a callable: which modules are recomputed in backward.
         activation_offload: keep saved activations in host memory.
-        state_dict_type: ``"full"`` writes one ordinary Lightning checkpoint.
+        state_dict_type: ``"full"`` saves one ordinary Lightning checkpoint, ``"sharded"`` a folder to which all ranks
+            write in parallel. Either loads, whatever this is.
         read_timeout: seconds that a rank which reads a sharded tensor outside of a step, or saves a checkpoint, waits
             for the others before it raises.
         process_group_backend: ``None`` is NCCL on GPUs and Gloo on CPUs.
@@ -109,15 +118,13 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
             start_method=start_method,
         )
         self._precision_plugin = precision_plugin
-        _refuse_unfinished(
+        refuse_unfinished(
             shard_group_size=shard_group_size,
             activation_checkpointing_policy=activation_checkpointing_policy,
             activation_offload=activation_offload,
         )
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}")
-        if state_dict_type == "sharded":
-            raise NotImplementedError("ZeroStrategy(state_dict_type='sharded') is not implemented yet: use 'full'.")
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(f"start_method must be 'popen', 'spawn', 'fork' or 'forkserver', got {start_method!r}")
         self.config = EngineConfig(
@@ -130,6 +137,7 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         )
         if not isinstance(offload, (bool, OffloadConfig)):
             raise TypeError(f"offload must be True, False or an OffloadConfig, got {offload!r}")
+        self.state_dict_type = state_dict_type
         if process_group_backend is not None:
             check_backend(process_group_backend)
         self.offload = OffloadConfig() if offload is True else offload or None
@@ -188,7 +196,7 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         comm = self._make_comm()
         if comm.world_size > 1:
             # Ranks may have built different weights. Also for evaluation: all see rank 0's.
-            comm.check_same("parameters and buffers", _outline(self.model))
+            comm.check_same("parameters and buffers", outline(self.model))
             _sync_module_states(self.model)
         if fitting:
             self.setup_optimizers(trainer)
@@ -394,14 +402,18 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.engine is None or not self.engine.units or self.engine.closed:
+        engine, sharded = self.engine, self.state_dict_type == "sharded"
+        if engine is None or not engine.units or (engine.closed and not sharded):
             return super().lightning_module_state_dict()
         module = self.lightning_module
         try:
             state = module.state_dict(keep_vars=True)  # type: ignore[union-attr]
         except TypeError:  # an override with a narrower signature
             state = module.state_dict()  # type: ignore[union-attr]
-        return self.engine.whole_state_dict(state, keep=self._keeps_checkpoint())
+        if not sharded:
+            return engine.whole_state_dict(state, keep=self._keeps_checkpoint())
+        engine.meet("collecting shards of the module's weights")
+        return state  # cut when it is written: until then hooks may look
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -410,8 +422,13 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         engine = self._optimizer_engine
         if engine is None or engine.binding(optimizer) is None:
             return super().optimizer_state(optimizer)
-        with engine.keeping_state(self._keeps_checkpoint()):
+        with engine.state_as(self._state_form()):
             return optimizer.state_dict()
+
+    def _state_form(self) -> StateForm:
+        if self.state_dict_type == "sharded":
+            return StateForm.SHARDS
+        return StateForm.WHOLE if self._keeps_checkpoint() else StateForm.NOTHING
 
     def _keeps_checkpoint(self) -> bool:
         """Rank 0 writes the file; hooks of the user, if there are any, look into the checkpoint on every rank."""
@@ -420,19 +437,67 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        engine = self._optimizer_engine
+        if self._comm is not None:
+            self._comm.exchange("saving a checkpoint", timeout=self.config.read_timeout)
+        if self.state_dict_type == "sharded":
+            self._save_folder(checkpoint, filepath, storage_options)
+            return
+        engine, failed = self._optimizer_engine, None
         if engine is not None and "optimizer_states" in checkpoint:
             # Half precision: the file's weights are 16-bit, training goes on from the masters beside them.
             masters = engine.masters(keep=self.is_global_zero)
             if masters:
-                checkpoint = {**checkpoint, CHECKPOINT_KEY: {"masters": masters}}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+                checkpoint = {**checkpoint, OWN_KEY: {"masters": masters}}
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        except Exception as error:
+            failed = error
+        reason = self.broadcast(failed and f"{type(failed).__name__}: {failed}")
+        if failed is not None:
+            raise failed
+        if reason is not None:
+            raise RuntimeError(f"Rank 0 could not save a checkpoint. {reason}")
+
+    def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        if storage_options is not None:
+            raise TypeError("`save_checkpoint(..., storage_options=...)` does not go with state_dict_type='sharded'")
+        if self.lightning_module is None or self._comm is None:
+            raise RuntimeError("a checkpoint was saved before ZeroStrategy.setup")
+        engine = self.engine or self._optimizer_engine
+        if engine is not None:
+            engine.drain()
+            engine.settle()
+        state, meta = to_folder(checkpoint, self.lightning_module, engine, self.optimizers)
+        path, token = self.broadcast((os.fspath(filepath), uuid.uuid4().hex))
+        save_folder(state, apply_to_collection(meta, Sharded, Tensor.detach), path, token, self._comm.storage_group)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if not is_folder(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        sharded = self.engine is not None and self.engine.units and not self.engine.closed
+        into = {} if sharded or self.lightning_module is None else self.lightning_module.state_dict()
+        return from_folder(FolderCheckpoint(checkpoint_path, weights_only), into)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self.engine is not None:
-            self.engine.whole.load_masters(checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {}))
+        if self.lightning_module is None:
+            raise RuntimeError("optimizers were restored before the strategy was connected to a LightningModule")
+        load_optimizers(checkpoint, self.optimizers, self.lightning_module, self.engine, self.root_device)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FileCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = FileCheckpointIO()  # unless it has one
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     # -- the user's side ---------------------------------------------------------------------------------------------
 
@@ -530,23 +595,3 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
             strategy_registry.register(
                 f"zero_{stage}_offload", cls, description=f"{text}, stepping on the host", stage=stage, offload=True
             )
-
-
-def _refuse_unfinished(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(
-                f"ZeroStrategy({name}={value!r}) is not implemented yet: leave {name} at its default."
-            )
-
-
-def _outline(module: nn.Module) -> list[str]:
-    """What ranks must have in common before they exchange weights."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    kinds = {name: "trainable" if p.requires_grad else "frozen" for name, p in module.named_parameters()}
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return [
-        f"{name!r} ({tuple(tensor.shape)}, {tensor.dtype}, {kinds.get(name, 'buffer')})"
-        for name, tensor in tensors
-        if name not in ignored
-    ]

@@ -18,9 +18,10 @@ from lightning_zero.partition.elementwise import check_supported, state_bytes
 from lightning_zero.partition.gradients import GradientDtypes, GradientSync, UnitGradients
 from lightning_zero.partition.grouping import check_modules, check_nothing_new, group_parameters
 from lightning_zero.partition.memory import BufferPool, Ledger
-from lightning_zero.partition.optimizer import OptimizerBinding, Updater
+from lightning_zero.partition.optimizer import OptimizerBinding, StateForm, Updater
 from lightning_zero.partition.outside import OutsideReads
 from lightning_zero.partition.schedule import Schedule
+from lightning_zero.partition.shards import LocalShards
 from lightning_zero.partition.unit import ShardedBuffer, State, Unit
 from lightning_zero.partition.whole import WholeTensors
 
@@ -61,7 +62,7 @@ class ZeroEngine:
         self._accumulates = False
         self._phase = 0
         self._kind = ""
-        self._keep_state = True
+        self.state_form = StateForm.WHOLE
         self._updater = updater
         self._link = None if updater is None else updater.link
         self.closed = False
@@ -74,6 +75,7 @@ class ZeroEngine:
             self._make_units()
         self._shards_parameters = bool(self.units) and not config.residence.whole_parameters
         self.whole = WholeTensors(self.units, comm, self._pool)
+        self.shards = LocalShards(self.units, comm.rank)
         self._schedule = Schedule(self.units, comm, config.prefetch, config.read_timeout)
         self._saved = hooks.SavedTensors(self)
         for unit in self.units:
@@ -509,11 +511,15 @@ class ZeroEngine:
 
         All ranks call it; on those that do not ``keep``, parameters stay what they are.
         """
-        place = "collecting the module's weights"
-        self._comm.exchange(place, timeout=self.config.read_timeout)
-        self.drain()
-        self._settle_together(place)
+        self.meet("collecting the module's weights")
         return self.whole.state_dict(state, keep)
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks are here, for ``what`` at most ``read_timeout``, and let all updates and edits reach the
+        shards."""
+        self._comm.exchange(what, timeout=self.config.read_timeout)
+        self.drain()
+        self._settle_together(what)
 
     def memory_stats(self) -> dict[str, Any]:
         """Bytes on this rank by kind, now and at their peak, and the peak of their sum.
@@ -533,17 +539,13 @@ class ZeroEngine:
         self.ledger.set("optimizer", sum(state_bytes(o) for o in self.optimizers))
 
     @contextmanager
-    def keeping_state(self, keep: bool) -> Iterator[None]:
-        """Optimizer state dicts made inside are empty of state on ranks that do not ``keep`` it."""
-        self._keep_state = keep
+    def state_as(self, form: StateForm) -> Iterator[None]:
+        """State dicts of the optimizers made inside have their state in this form."""
+        self.state_form = form
         try:
             yield
         finally:
-            self._keep_state = True
-
-    @property
-    def keeps_state(self) -> bool:
-        return self._keep_state
+            self.state_form = StateForm.WHOLE
 
     # -- end ---------------------------------------------------------------------------------------------------------
 

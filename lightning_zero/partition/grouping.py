@@ -222,3 +222,15 @@ def _callable_roots(node: _Node) -> list[nn.Module]:
 def describe(value: Any) -> str:
     """A name for error messages."""
     return getattr(value, "__qualname__", None) or type(value).__qualname__
+
+
+def outline(module: nn.Module) -> list[str]:
+    """What ranks must have in common before they exchange weights."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    kinds = {name: "trainable" if p.requires_grad else "frozen" for name, p in module.named_parameters()}
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [
+        f"{name!r} ({tuple(tensor.shape)}, {tensor.dtype}, {kinds.get(name, 'buffer')})"
+        for name, tensor in tensors
+        if name not in ignored
+    ]

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,7 +22,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.partition.elementwise import copy_value, is_moment, probe
 from lightning_zero.partition.gradients import UnitGradients
-from lightning_zero.partition.unit import Unit
+from lightning_zero.partition.shards import LocalShards, TensorShard
+from lightning_zero.partition.unit import Unit, in_memory_order
 from lightning_zero.partition.whole import WholeTensors
 from lightning_zero.transfer import Link
 
@@ -29,16 +31,26 @@ from lightning_zero.transfer import Link
 _PER_PARAMETER = ("step", "eta", "mu", "mu_product")
 
 
+class StateForm(Enum):
+    """What ``state_dict`` of a bound optimizer holds."""
+
+    WHOLE = auto()
+    """Whole tensors in host memory, in torch's own layout."""
+    NOTHING = auto()
+    """No state, on a rank that only takes part in gathering it."""
+    SHARDS = auto()
+    """This rank's shards, as they are."""
+
+
 class Host(Protocol):
     """What a binding needs of the engine."""
 
     whole: WholeTensors
+    shards: LocalShards
+    state_form: StateForm
 
     @property
     def rank(self) -> int: ...
-
-    @property
-    def keeps_state(self) -> bool: ...
 
     @property
     def closed(self) -> bool: ...
@@ -352,14 +364,41 @@ class OptimizerBinding:
             return {}
         start = unit.layout.tensor_range(index, self._host.rank).slice()
         for name, value in state.items():
-            if is_moment(value, torch.Size(slot.shape)) or (not slot.shape and name not in _PER_PARAMETER):
-                dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=shard.device).copy_(
-                    value
-                )
-                local[name] = dense.as_strided((dense.numel(),), (1,))[start].clone()
+            if isinstance(value, TensorShard):
+                local[name] = value.data
+            elif is_element_wise(name, value, slot.shape):
+                local[name] = in_memory_order(value, slot.stride)[start].to(shard.device, copy=True)
             else:
                 local[name] = value
         return local
+
+    def local_state(self) -> dict[int, dict[str, Any]]:
+        """State by parameter index as this rank has it: element-wise entries are shards."""
+        self._host.drain()
+        local: dict[int, dict[str, Any]] = {}
+        for index, parameter in enumerate(self._parameters()):
+            state, located = self.optimizer.state.get(parameter), self._host.locate(parameter)
+            if not state:
+                continue
+            local[index] = {
+                name: self._host.shards.like(located[0], located[2], value)
+                if located is not None and is_moment(value, located[0].shards[located[2]].shape)  # type: ignore[union-attr]
+                else copy_value(value)
+                for name, value in state.items()
+            }
+        return local
+
+    def room_for(self, parameter: nn.Parameter, name: str, like: Tensor) -> Tensor | TensorShard | None:
+        """What a saved state entry of the shape and dtype of ``like`` is to be read into; None for not at all."""
+        located = self._host.locate(parameter)
+        if located is None:
+            return torch.empty(like.shape, dtype=like.dtype, device=parameter.device)
+        unit, _, index = located
+        if unit.shards[index] is None:
+            return None
+        if is_element_wise(name, like, unit.layout.slots[index].shape):
+            return self._host.shards.empty_like(unit, index, like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype)
 
     def whole_state(self, keep: bool = True) -> dict[int, dict[str, Any]]:
         """State by parameter index with whole tensors; all ranks call it, those that do not ``keep`` get an empty dict."""
@@ -407,7 +446,9 @@ class OptimizerBinding:
     def _whole_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self._released:
             return state_dict
-        return {**state_dict, "state": self.whole_state(self._host.keeps_state)}
+        form = self._host.state_form
+        state = self.local_state() if form is StateForm.SHARDS else self.whole_state(form is StateForm.WHOLE)
+        return {**state_dict, "state": state}
 
     def _pre_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Cut whole tensors to the local shards, and load them as state of the shards (whose dtype state must have)."""
@@ -438,3 +479,8 @@ class OptimizerBinding:
         if self._originals is None:
             return
         self._restore()
+
+
+def is_element_wise(name: str, value: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a state entry of a parameter of ``shape`` has one number for each of its elements."""
+    return is_moment(value, torch.Size(shape)) or (not shape and name not in _PER_PARAMETER)

@@ -372,6 +372,11 @@ class Unit:
         return self.face is not self.buffer
 
     @property
+    def hides_master(self) -> bool:
+        """Whether there are master weights with more bits than users see."""
+        return self.master is not None and self.master.dtype != self.dtype and not self.has_two_faces
+
+    @property
     def owned(self) -> list[slice]:
         """Where this rank's parts of the parameters lie in a shard; between and behind them is padding."""
         ranges = (self.layout.local_range(index, self._rank) for index in range(len(self.tensors)))

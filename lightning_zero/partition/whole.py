@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_zero.comm import Comm
 from lightning_zero.partition.memory import BufferPool
+from lightning_zero.partition.shards import TensorShard
 from lightning_zero.partition.unit import Unit, in_memory_order
 
 
@@ -54,20 +55,25 @@ class WholeTensors:
         """Whole master weights, by name, that the module's state dict does not show; empty unless ``keep``."""
         whole: dict[str, Tensor] = {}
         for unit in self._units:
-            if unit.master is not None and unit.master.dtype != unit.dtype and not unit.has_two_faces:
-                tensors = self._of(unit, unit.master)
+            if unit.hides_master:
+                tensors = self._of(unit, unit.main)
                 if keep:
                     whole.update((name, tensor.to("cpu", copy=True)) for name, tensor in zip(unit.names, tensors))
         return whole
 
-    def load_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Take over saved master weights, wherever they round to the weights that the module has now."""
+    def load_masters(self, masters: Mapping[str, Tensor | TensorShard]) -> None:
+        """Take over saved master weights, whole or sharded, wherever they round to the weights that the module has now."""
         for unit in self._units:
             for i, name in enumerate(unit.names):
                 if unit.master is not None and name in masters:
                     local = self._local(unit, i)
-                    saved = in_memory_order(masters[name], unit.layout.slots[i].stride).to(unit.master)
-                    saved = saved[unit.layout.tensor_range(i, self._comm.rank).slice()]
+                    value = masters[name]
+                    if isinstance(value, TensorShard):
+                        saved = value.data
+                    else:
+                        flat = in_memory_order(value, unit.layout.slots[i].stride)
+                        saved = flat[unit.layout.tensor_range(i, self._comm.rank).slice()]
+                    saved = saved.to(unit.master)
                     fits = saved.to(unit.dtype) == unit.buffer.shard[local].to(saved.device)
                     unit.master[local] = torch.where(fits, saved, unit.master[local])
 

@@ -1,0 +1,190 @@
+"""What torch.distributed.checkpoint writes and reads: shards as boxes of logical tensors."""
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from typing_extensions import override
+
+from lightning_zero.checkpoint.boxes import boxes_of
+from lightning_zero.partition.shards import TensorShard
+
+Path = tuple[str | int, ...]
+"""Where a value stands in nested state."""
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """Writes nested state whose tensors may be shards; what is not a shard is written by the first rank that has it.
+
+    ``aliases`` are further names, the values of ``{"alias": "name"}``, under which the same bytes are found. Tied weights
+    become aliases, and ``also`` is a second name for what stands under ``first`` at the first level.
+    """
+
+    def __init__(self, first: str, also: str) -> None:
+        super().__init__(flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
+        self.aliases: dict[str, str] = {}
+        self._first, self._also = first, also
+        self._views: dict[MetadataIndex, Tensor] = {}
+
+    @override
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.is_coordinator = is_coordinator
+        self.state_dict, self.mappings = {}, {}
+        seen: dict[Any, str] = {}
+        for path, value in _leaves(state_dict):
+            key = _key(path)
+            self.mappings[key] = path
+            name = key
+            if path[0] == self._first:
+                name = seen.setdefault(_identity(value), key)
+                alias = (self._also, *path[1:])
+                self.mappings[_key(alias)] = alias
+                self.aliases[_key(alias)] = name
+            if name == key:
+                self.state_dict[key] = value
+            else:
+                self.aliases[key] = name
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        rest = {key: value for key, value in self.state_dict.items() if not isinstance(value, TensorShard)}
+        items = create_default_local_save_plan(rest, self.is_coordinator).items
+        for key, value in self.state_dict.items():
+            if isinstance(value, TensorShard):
+                for box in boxes_of(value):
+                    item = _write_item(key, value, _chunk(box.offsets, box.sizes))
+                    items.append(item)
+                    self._views[item.index] = box.view_of(_in_own_storage(value.data[box.elements.slice()]))
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        view = self._views.get(write_item.index)
+        return super().resolve_data(write_item) if view is None else view
+
+
+class IntoLoadPlanner(LoadPlanner):
+    """Reads into ``targets``: by key in the folder a tensor of the saved shape, a shard, or None for a plain value.
+
+    Plain values are then found in ``values``.
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor | TensorShard | None], weights_only: bool = True) -> None:
+        self._targets = targets
+        self._weights_only = weights_only
+        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self.values: dict[str, Any] = {}
+
+    @override
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        if metadata is None:
+            raise AssertionError("the folder's metadata has not been read")
+        self._metadata = metadata
+
+    @override
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for key, target in self._targets.items():
+            stored = self._metadata.state_dict_metadata[key]
+            if not isinstance(stored, TensorStorageMetadata):
+                nowhere = torch.Size((0,))
+                index = MetadataIndex(key)
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere))
+                continue
+            chunks = []
+            if isinstance(target, TensorShard):
+                for box in boxes_of(target):
+                    chunks.append(_chunk(box.offsets, box.sizes))
+                    self._views[key, box.offsets] = box.view_of(target.data[box.elements.slice()])
+            elif target is not None:
+                chunks.append(_chunk((0,) * target.dim(), tuple(target.shape)))
+                self._views[key, (0,) * target.dim()] = target.detach()
+            items += create_read_items_for_chunk_list(key, stored, chunks)
+        return LoadPlan(items)
+
+    @override
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [replace(plan) for plan in global_plan]
+
+    @override
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=self._weights_only)
+
+    @override
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        index = read_item.dest_index
+        view = self._views[index.fqn, tuple(index.offset or ())]
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, start, length)
+        return view
+
+    @override
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """The tensor was filled in place."""
+
+
+def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """What becomes an entry of the folder, as torch.distributed.checkpoint's own flattening has it."""
+    if isinstance(value, Mapping) and value and len(path) < 4:
+        for key, child in value.items():
+            yield from _leaves(child, (*path, str(key)))
+    elif isinstance(value, list) and value and all(isinstance(child, Mapping) for child in value):
+        for index, child in enumerate(value):
+            yield from _leaves(child, (*path, index))
+    else:
+        yield path, value
+
+
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _identity(value: Any) -> Any:
+    """Equal for tied weights."""
+    if isinstance(value, Tensor) and value.numel():
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    return id(value)
+
+
+def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _write_item(key: str, shard: TensorShard, chunk: ChunkStorageMetadata) -> WriteItem:
+    data = TensorWriteData(chunk, TensorProperties(dtype=shard.data.dtype), torch.Size(shard.shape))
+    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _in_own_storage(elements: Tensor) -> Tensor:
+    """The same memory as a storage of its own. What shares a storage with more is copied before it is written, and the
+    copies are kept until the file is complete."""
+    if elements.device.type != "cpu":
+        return elements
+    return torch.from_numpy(elements.view(torch.uint8).numpy()).view(elements.dtype)

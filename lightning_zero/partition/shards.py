@@ -1,0 +1,90 @@
+"""What one rank owns of logical tensors: it can be written to, and filled from, a checkpoint without the other ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.partition.layout import Range, Slot
+from lightning_zero.partition.unit import Unit, in_memory_order
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """The elements ``range`` of a logical tensor, counted in the memory order of the dense ``stride``."""
+
+    data: Tensor
+    """1-D, ``range.numel`` elements."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    range: Range
+
+
+class LocalShards:
+    """This rank's shards of what is shaped like the parameters: weights, master weights, optimizer state."""
+
+    def __init__(self, units: list[Unit], rank: int) -> None:
+        self._units = units
+        self._rank = rank
+
+    def state_dict(self, state: Mapping[str, Any], closed: bool) -> dict[str, Any]:
+        """Replace the parameters in ``state`` by this rank's shards; once ``closed`` their bytes are the user's."""
+        where = {id(p): (unit, i) for unit in self._units for i, p in enumerate(unit.tensors)}
+        sharded: dict[str, Any] = {}
+        made: dict[int, TensorShard] = {}  # tied weights stay tied
+        for key, value in state.items():
+            if id(value) in where:
+                if id(value) not in made:
+                    unit, index = where[id(value)]
+                    slot, whole = unit.layout.slots[index], unit.layout.tensor_range(index, self._rank)
+                    data = (
+                        in_memory_order(value.detach(), slot.stride)[whole.slice()]
+                        if closed
+                        else unit.face.shard[self._local(unit, index)]
+                    )
+                    made[id(value)] = _shard(data, slot, whole)
+                sharded[key] = made[id(value)]
+            else:
+                sharded[key] = value.detach() if isinstance(value, Tensor) else value
+        return sharded
+
+    def masters(self) -> dict[str, TensorShard]:
+        """Shards of the master weights, by name, that the module's state dict does not show."""
+        return {
+            name: _shard(
+                unit.master[self._local(unit, i)],  # type: ignore[index]
+                unit.layout.slots[i],
+                unit.layout.tensor_range(i, self._rank),
+            )
+            for unit in self._units
+            if unit.hides_master
+            for i, name in enumerate(unit.names)
+        }
+
+    def like(self, unit: Unit, index: int, data: Tensor) -> TensorShard:
+        """Elements that belong to this rank's part of a parameter, such as optimizer state."""
+        return _shard(data, unit.layout.slots[index], unit.layout.tensor_range(index, self._rank))
+
+    def empty_like(self, unit: Unit, index: int, dtype: torch.dtype) -> TensorShard:
+        """Room for elements that belong to this rank's part of a parameter."""
+        numel = unit.layout.tensor_range(index, self._rank).numel
+        return self.like(unit, index, torch.empty(numel, dtype=dtype, device=unit.main.device))
+
+    def room_for_masters(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, TensorShard]:
+        """Room for the master weights among the named parameters."""
+        return {
+            name: self.empty_like(unit, i, dtypes[name])
+            for unit in self._units
+            if unit.master is not None
+            for i, name in enumerate(unit.names)
+            if name in dtypes
+        }
+
+    def _local(self, unit: Unit, index: int) -> slice:
+        return unit.layout.local_range(index, self._rank).slice()
+
+
+def _shard(data: Tensor, slot: Slot, whole: Range) -> TensorShard:
+    return TensorShard(data.detach(), slot.shape, slot.stride, whole)
