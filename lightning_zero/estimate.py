@@ -24,9 +24,6 @@ from lightning_zero.precision import ZeroPrecision
 KINDS = ("parameters", "gradients", "master", "optimizer")
 """Model states, by the names under which ``ZeroStrategy.memory_stats`` counts them; ``buffers`` come on top."""
 
-OFFLOADED = ("master", "optimizer")
-"""The kinds that rest in host memory under ``offload``."""
-
 # Flat buffers of gradients that units need at once: one is filled while two are on their way to their owners.
 _GRADIENT_BUFFERS = 3
 _ON_THEIR_WAY = 2
@@ -161,7 +158,7 @@ def estimate_memory(
             A module is cut into the units that training would make, so padding and frozen parameters are accounted for.
         world_size: Ranks.
         stage: 1, 2 or 3 as for ZeroStrategy; 0 is plain data parallelism.
-        offload: Keep master weights and optimizer state in host memory.
+        offload: Keep master weights, optimizer state and reduced gradients in host memory.
         precision: As for the Trainer. With "mixed" a number of parameters is counted as if autocast used all of them in
             16 bits, of a module those are that it does. Stage 0 is what Lightning's own plugin makes of it: fp32 with
             "mixed", 16 bits without masters with "true".
@@ -198,7 +195,8 @@ def estimate_memory(
         buffers = _buffers(parts, traffic)
     else:
         buffers = traffic.under_way(FlatPart(largest_unit, largest_unit, sizes))
-    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, OFFLOADED if offload else ())
+    on_host = _on_host(stage) if offload else ()
+    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, on_host)
 
 
 def estimate_engine(
@@ -218,7 +216,7 @@ def estimate_engine(
     host = engine.config.main_device
     offloaded = stage > 0 and host is not None and host.type != engine.units[0].buffer.shard.device.type
     states = optimizer_states(engine.optimizers)
-    return _estimate(parts, world_size, stage, precision, states, buffers, OFFLOADED if offloaded else ())
+    return _estimate(parts, world_size, stage, precision, states, buffers, _on_host(stage) if offloaded else ())
 
 
 def estimate_plain(
@@ -384,13 +382,17 @@ def _buffers(parts: list[FlatPart], traffic: _Traffic) -> int:
     return held + min(most, sum(traffic.pair(part) for part in passing))
 
 
-def _sharded_kinds(stage: int, on_host: tuple[str, ...]) -> set[str]:
+def _on_host(stage: int) -> tuple[str, ...]:
+    """The kinds that rest in host memory under offload. At stage 1 the gradients that are not reduced yet stay whole."""
+    return ("master", "optimizer") if RESIDENCE[stage].whole_gradients else ("gradients", "master", "optimizer")
+
+
+def _sharded_kinds(stage: int) -> set[str]:
     if stage == 0:
         return set()
-    # Offloaded gradients leave as soon as they are reduced, so at stage 1 too no more than a shard of them stays.
     sharded = {
         "parameters": not RESIDENCE[stage].whole_parameters,
-        "gradients": "gradients" in on_host or not RESIDENCE[stage].whole_gradients,
+        "gradients": not RESIDENCE[stage].whole_gradients,
         "master": True,
         "optimizer": True,
     }
@@ -423,7 +425,7 @@ def _estimate(
     buffers: int,
     on_host: tuple[str, ...] = (),
 ) -> MemoryEstimate:
-    sharded = _sharded_kinds(stage, on_host)
+    sharded = _sharded_kinds(stage)
     held = dict.fromkeys(KINDS, 0.0)
     for part in parts:
         numel = part.padded_numel if stage else part.numel

@@ -341,8 +341,9 @@ def _option(
     share = (machine.world_size - 1) / machine.world_size
     compute = estimate.parameters * (machine.world_size if estimate.stage == 3 else 1)
     device = estimate.device + estimate.buffers
-    # Gradients pass through host memory, in fp32, on their way to an update there.
-    on_host = estimate.host + (4 * estimate.num_parameters / machine.world_size if offload else 0)
+    # At stage 1 the reduced gradients are on the host as well, beside the whole ones on the device.
+    reduced = estimate.gradients / machine.world_size if offload and "gradients" not in estimate.on_host else 0
+    on_host = estimate.host + reduced
     on_node = (device if machine.on_cpu else on_host) * machine.ranks_per_node
     return Option(
         estimate.stage,

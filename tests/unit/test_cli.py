@@ -66,8 +66,8 @@ def test_estimate_of_several_rank_counts_and_chosen_stages(capsys: pytest.Captur
 def test_estimate_with_offload_says_where_things_rest(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["estimate", "1B", "--ranks", "4", "--stage", "0", "2", "--offload"])
     table = rows(capsys.readouterr().out)
-    assert table["on the host"] == ["0", "3.00"]
-    assert table["on the device"] == ["16.00", "2.50"]
+    assert table["on the host"] == ["0", "3.50"]
+    assert table["on the device"] == ["16.00", "2.00"]
 
 
 def test_a_module_is_built_without_allocating(capsys: pytest.CaptureFixture[str]) -> None:

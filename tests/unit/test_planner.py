@@ -69,12 +69,12 @@ def test_a_fifth_is_kept_free_unless_told() -> None:
 
 
 def test_a_small_host_keeps_offload_out() -> None:
-    # Stages 1 and 2 need activations that only offload leaves room for; a node would hold 12 + 4 GB of states.
+    # Stages 1 and 2 need activations that only offload leaves room for; a node would hold 14 GB of them.
     kwargs = {"activations": 2.2 * GB}
     assert plan(5 * GB, host=100 * GB, **kwargs).init_args == {"stage": 2, "offload": True}
-    small = plan(5 * GB, host=19 * GB, **kwargs)
+    small = plan(5 * GB, host=17 * GB, **kwargs)
     assert small.init_args == {"stage": 3}
-    why = "stage 2 + offload does not fit: 16.00 GB, and 3.80 GB for everything else, are more than the 19.00 GB of a node."
+    why = "stage 2 + offload does not fit: 14.00 GB, and 3.40 GB for everything else, are more than the 17.00 GB of a node."
     assert why in small.reasons
 
 
