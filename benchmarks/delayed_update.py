@@ -2,7 +2,7 @@
 
     python benchmarks/delayed_update.py --steps 400 --plot docs/images/delayed_update.png
 
-Prints the loss (a running mean over 20 steps) and draws both curves.
+Prints the loss (a running mean over 20 steps) and draws the curves, for each learning rate.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Losses(pl.Callback):
         return [sum(self.values[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(self.values) + 1)]
 
 
-def losses(strategy: ZeroStrategy, steps: int, seed: int) -> list[float]:
+def losses(strategy: ZeroStrategy, rate: float, steps: int, seed: int) -> list[float]:
     pl.seed_everything(seed, verbose=False)
     data = StandardLibraryText()
     data.setup("fit")
@@ -46,25 +46,24 @@ def losses(strategy: ZeroStrategy, steps: int, seed: int) -> list[float]:
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
         )  # fmt: skip
         torch.manual_seed(seed)
-        trainer.fit(GPT(), DataLoader(data.training, data.batch_size, shuffle=True, drop_last=True))
+        trainer.fit(GPT(learning_rate=rate), DataLoader(data.training, data.batch_size, shuffle=True, drop_last=True))
     return recorder.smooth()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 4e-3], help="peak learning rates")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", help="write the curves to this file (needs matplotlib)")
     args = parser.parse_args()
-    curves = {
-        "exact": losses(ZeroStrategy(stage=2, offload=True), args.steps, args.seed),
-        f"one step late from step {WARM_UP}": losses(
-            ZeroStrategy(stage=2, offload=True, delayed_update=WARM_UP), args.steps, args.seed
-        ),
-    }
-    for name, curve in curves.items():
-        shown = ", ".join(f"{curve[i]:.3f}" for i in range(0, len(curve), max(1, len(curve) // 8)))
-        print(f"{name:28} {shown} ... {curve[-1]:.3f}")
+    curves = {}
+    for rate in args.rates:
+        for name, late in (("exact", False), (f"one step late from step {WARM_UP}", WARM_UP)):
+            strategy = ZeroStrategy(stage=2, offload=True, delayed_update=late)
+            curve = curves[f"rate {rate:g}, {name}"] = losses(strategy, rate, args.steps, args.seed)
+            shown = ", ".join(f"{curve[i]:.3f}" for i in range(0, len(curve), max(1, len(curve) // 8)))
+            print(f"rate {rate:g}, {name:27} {shown} ... {curve[-1]:.3f}", flush=True)
     if args.plot:
         draw(curves, args.plot)
 
@@ -76,8 +75,9 @@ def draw(curves: dict[str, list[float]], path: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
-    for (name, curve), style in zip(curves.items(), ("-", "--"), strict=True):
-        axes.plot(range(WINDOW, WINDOW + len(curve)), curve, style, label=name)
+    for number, (name, curve) in enumerate(curves.items()):
+        # A color for each rate, dashed where late.
+        axes.plot(range(WINDOW, WINDOW + len(curve)), curve, f"C{number // 2}{('-', '--')[number % 2]}", label=name)
     axes.set_xlabel("step")
     axes.set_ylabel(f"training loss, mean of {WINDOW} steps")
     axes.legend()

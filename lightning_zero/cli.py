@@ -16,6 +16,7 @@ from torch import nn
 from lightning_zero import doctor
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.estimate import KINDS, SIZES, MemoryEstimate, estimate_memory, short_count
+from lightning_zero.planner import make_plan
 from lightning_zero.tables import ByteUnit, new_table, render
 
 _LETTERS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -30,11 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "consolidate":
             _consolidate(arguments.folder, arguments.file)
-        else:
-            print(_estimate(arguments))
+            return 0
+        with Console(stderr=True).status("Laying out the module ..."):  # on a terminal only
+            text, code = _plan(arguments) if arguments.command == "plan" else (_estimate(arguments), 0)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    return 0
+    print(text)
+    return code
 
 
 def parse_count(text: str) -> int:
@@ -91,28 +94,37 @@ def _make_parser() -> argparse.ArgumentParser:
         help="bytes of model states on each rank, by stage",
         description="Bytes of model states on each rank, by stage; 0 is plain data parallelism.",
     )
-    estimate.add_argument(
-        "model", help="a number of parameters (7.5B), or package.module:Class, built on the meta device"
-    )
+    _add_model(estimate)
     estimate.add_argument("--ranks", type=int, nargs="+", default=[8], help="numbers of ranks (default: 8)")
     estimate.add_argument(
         "--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=(0, 1, 2, 3), help="(default: all)"
     )
     estimate.add_argument(
-        "--precision", default="bf16-mixed", help=f"as for the Trainer: {', '.join(SIZES)}, ... (default: bf16-mixed)"
-    )
-    estimate.add_argument(
         "--backend", default="nccl", choices=("nccl", "gloo"), help="what carries gradients (default: nccl)"
     )
-    estimate.add_argument(
-        "--optimizer-states", type=float, default=2, metavar="K",
-        help="numbers of state per parameter: 2 for Adam (default), 1 for SGD with momentum, 0 for SGD",
-    )  # fmt: skip
-    estimate.add_argument(
-        "--offload", action="store_true", help="gradients, masters and optimizer state in host memory"
-    )
+    estimate.add_argument("--offload", action="store_true", help="masters and optimizer state in host memory")
     estimate.add_argument("--largest-unit", type=parse_count, metavar="N", help="parameters in the largest unit")
-    estimate.add_argument("--init-args", default="{}", metavar="JSON", help="keyword arguments for the class")
+    plan = commands.add_parser(
+        "plan",
+        help="the cheapest configuration that fits",
+        description="The cheapest configuration that fits: first by the bytes that ranks send to each other, then by those"
+        " between device and host. Says why cheaper ones do not fit and prints the YAML to paste. The exit code is 1 if"
+        " nothing fits.",
+    )
+    _add_model(plan)
+    plan.add_argument("--ranks", type=int, default=8, help="number of ranks, over all nodes (default: 8)")
+    plan.add_argument("--nodes", type=int, default=1, help="number of machines (default: 1)")
+    plan.add_argument("--device-memory", metavar="SIZE", help="of one device, as 80GB (default: this machine's)")
+    plan.add_argument("--host-memory", metavar="SIZE", help="of one node, as 512GB (default: this machine's)")
+    plan.add_argument("--nvme", default="0", metavar="SIZE", help="space on one node's NVMe, which nothing uses yet")
+    plan.add_argument(
+        "--activations", metavar="SIZE",
+        help="on each device for all but model states and buffers (default: a fifth of the device is kept free)",
+    )  # fmt: skip
+    plan.add_argument(
+        "--accelerator", default="auto", choices=("auto", "cpu", "gpu"),
+        help="cpu: ranks share their node's memory (default: what this machine has, or gpu with --device-memory)",
+    )  # fmt: skip
     commands.add_parser(
         "doctor",
         help="whether this machine is ready",
@@ -137,9 +149,44 @@ def _consolidate(folder: str, file: str) -> None:
         consolidate(folder, file, lambda done, total: bar.update(task, completed=done, total=total))
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", help="a number of parameters (7.5B), or package.module:Class, built on the meta device"
+    )
+    parser.add_argument("--init-args", default="{}", metavar="JSON", help="keyword arguments for the class")
+    parser.add_argument(
+        "--precision", default="bf16-mixed", help=f"as for the Trainer: {', '.join(SIZES)}, ... (default: bf16-mixed)"
+    )
+    parser.add_argument(
+        "--optimizer-states", type=float, default=2, metavar="K",
+        help="numbers of state per parameter: 2 for Adam (default), 1 for SGD with momentum, 0 for SGD",
+    )  # fmt: skip
+
+
+def _model(arguments: argparse.Namespace) -> nn.Module | int:
+    if ":" in arguments.model:
+        return build_on_meta(arguments.model, arguments.init_args)
+    return parse_count(arguments.model)
+
+
+def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
+    plan = make_plan(
+        _model(arguments),
+        arguments.ranks,
+        arguments.nodes,
+        arguments.device_memory,
+        arguments.host_memory,
+        arguments.nvme,
+        arguments.precision,
+        arguments.optimizer_states,
+        arguments.activations,
+        arguments.accelerator,
+    )
+    return str(plan), int(plan.chosen is None)
+
+
 def _estimate(arguments: argparse.Namespace) -> str:
-    named = ":" in arguments.model
-    model = build_on_meta(arguments.model, arguments.init_args) if named else parse_count(arguments.model)
+    model = _model(arguments)
     tables = []
     for ranks in arguments.ranks:
         estimates = [

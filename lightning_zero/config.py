@@ -116,7 +116,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if type(self.stage) is not int or self.stage not in RESIDENCE:
-            raise ValueError(f"stage must be 1, 2 or 3, got {self.stage!r}")
+            raise ValueError(f"stage must be 1, 2, 3 or 'auto', got {self.stage!r}")
         if self.unit_bytes <= 0:
             raise ValueError(f"unit_size_mb must be positive, got {self.unit_bytes / 2**20}")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:

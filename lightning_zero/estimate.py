@@ -8,7 +8,7 @@ the 12 bytes of master weights and Adam state K. In 32-bit training the paramete
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,16 +16,13 @@ from torch.optim import Optimizer
 from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, RESIDENCE, ParameterDtypes, checked_unit_bytes
 from lightning_zero.partition.elementwise import states_per_element
 from lightning_zero.partition.engine import ZeroEngine
-from lightning_zero.partition.grouping import group_parameters, largest_automatic_unit
+from lightning_zero.partition.grouping import Group, group_parameters, largest_automatic_unit
 from lightning_zero.partition.layout import build_layout, row_major_stride
 from lightning_zero.partition.unit import Unit
 from lightning_zero.precision import ZeroPrecision
 
 KINDS = ("parameters", "gradients", "master", "optimizer")
 """Model states, by the names under which ``ZeroStrategy.memory_stats`` counts them; ``buffers`` come on top."""
-
-OFFLOADED = ("master", "optimizer")
-"""The kinds that rest in host memory under ``offload``."""
 
 # Flat buffers of gradients that units need at once: one is filled while two are on their way to their owners.
 _GRADIENT_BUFFERS = 3
@@ -132,6 +129,7 @@ def estimate_memory(
     optimizer_multiplier: float = 2.0,
     largest_unit: int | None = None,
     unit_size_mb: float = DEFAULT_UNIT_SIZE_MB,
+    unit_policy: Any = None,
     prefetch: int = 1,
     backend: Literal["nccl", "gloo"] = "nccl",
 ) -> MemoryEstimate:
@@ -160,13 +158,14 @@ def estimate_memory(
             A module is cut into the units that training would make, so padding and frozen parameters are accounted for.
         world_size: Ranks.
         stage: 1, 2 or 3 as for ZeroStrategy; 0 is plain data parallelism.
-        offload: Keep master weights and optimizer state in host memory.
+        offload: Keep master weights, optimizer state and reduced gradients in host memory.
         precision: As for the Trainer. With "mixed" a number of parameters is counted as if autocast used all of them in
             16 bits, of a module those are that it does. Stage 0 is what Lightning's own plugin makes of it: fp32 with
             "mixed", 16 bits without masters with "true".
         optimizer_multiplier: Numbers of state per parameter: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
         largest_unit: Parameters in the largest unit; None is what units are cut to.
         unit_size_mb: As for ZeroStrategy.
+        unit_policy: As for ZeroStrategy; needs a module.
         prefetch: As for ZeroStrategy.
         backend: What carries gradients. Under "gloo" the shards that other ranks send are buffers as well.
     """
@@ -182,9 +181,12 @@ def estimate_memory(
     if not isinstance(model_or_num_parameters, nn.Module):
         parts = _parts_of_count(model_or_num_parameters, sizes, unit_bytes)
     elif stage:
-        parts = _parts_of_module(model_or_num_parameters, world_size, precision, offload, unit_bytes)
+        groups = group_parameters(model_or_num_parameters, unit_bytes, unit_policy)
+        parts = _parts_of_groups(groups, model_or_num_parameters, world_size, precision, offload)
     else:
         parts = _plain_parts(model_or_num_parameters, precision)
+    if not parts:
+        raise ValueError(f"{type(model_or_num_parameters).__name__} has no parameters")
     if largest_unit is not None and largest_unit < 1:
         raise ValueError(f"largest_unit must be at least 1 parameter, got {largest_unit}")
     passing = 0 if world_size == 1 else stage  # a single rank sends nothing
@@ -193,7 +195,8 @@ def estimate_memory(
         buffers = _buffers(parts, traffic)
     else:
         buffers = traffic.under_way(FlatPart(largest_unit, largest_unit, sizes))
-    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, OFFLOADED if offload else ())
+    on_host = _on_host(stage) if offload else ()
+    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, on_host)
 
 
 def estimate_engine(
@@ -213,7 +216,7 @@ def estimate_engine(
     host = engine.config.main_device
     offloaded = stage > 0 and host is not None and host.type != engine.units[0].buffer.shard.device.type
     states = optimizer_states(engine.optimizers)
-    return _estimate(parts, world_size, stage, precision, states, buffers, OFFLOADED if offloaded else ())
+    return _estimate(parts, world_size, stage, precision, states, buffers, _on_host(stage) if offloaded else ())
 
 
 def estimate_plain(
@@ -282,13 +285,13 @@ def _parts_of_count(count: float, sizes: ItemSizes, unit_bytes: int) -> list[Fla
     return [FlatPart(cut, cut, sizes) for cut in cuts]
 
 
-def _parts_of_module(
-    module: nn.Module, world_size: int, precision: str, offload: bool, unit_bytes: int
+def _parts_of_groups(
+    groups: list[Group], module: nn.Module, world_size: int, precision: str, offload: bool
 ) -> list[FlatPart]:
     """The flat buffers that the engine would make."""
     dtypes = replace(ZeroPrecision(precision).parameter_dtypes(module), separate_main=offload)
     parts = []
-    for group in group_parameters(module, unit_bytes):
+    for group in groups:
         alike: dict[tuple[ItemSizes, bool], list[nn.Parameter]] = {}
         for _, parameter in group.parameters:
             if parameter.numel():
@@ -299,7 +302,7 @@ def _parts_of_module(
             layout = build_layout(shapes, strides, world_size, sizes.parameters)
             numel = sum(p.numel() for p in parameters)
             parts.append(FlatPart(numel, layout.padded_numel, sizes, trainable, not group.modules))
-    return _some(parts, module)
+    return parts
 
 
 def _sizes(parameter: nn.Parameter, dtypes: ParameterDtypes, precision: str) -> ItemSizes:
@@ -317,12 +320,6 @@ def _plain_parts(module: nn.Module, precision: str) -> list[FlatPart]:
         size = parameter.element_size()
         sizes = fixed or ItemSizes(size, size, 0, size)
         parts.append(FlatPart(parameter.numel(), parameter.numel(), sizes, parameter.requires_grad))
-    return _some(parts, module)
-
-
-def _some(parts: list[FlatPart], module: nn.Module) -> list[FlatPart]:
-    if not parts:
-        raise ValueError(f"{type(module).__name__} has no parameters")
     return parts
 
 
@@ -385,13 +382,17 @@ def _buffers(parts: list[FlatPart], traffic: _Traffic) -> int:
     return held + min(most, sum(traffic.pair(part) for part in passing))
 
 
-def _sharded_kinds(stage: int, on_host: tuple[str, ...]) -> set[str]:
+def _on_host(stage: int) -> tuple[str, ...]:
+    """The kinds that rest in host memory under offload. At stage 1 the gradients that are not reduced yet stay whole."""
+    return ("master", "optimizer") if RESIDENCE[stage].whole_gradients else ("gradients", "master", "optimizer")
+
+
+def _sharded_kinds(stage: int) -> set[str]:
     if stage == 0:
         return set()
-    # Offloaded gradients leave as soon as they are reduced, so at stage 1 too no more than a shard of them stays.
     sharded = {
         "parameters": not RESIDENCE[stage].whole_parameters,
-        "gradients": "gradients" in on_host or not RESIDENCE[stage].whole_gradients,
+        "gradients": not RESIDENCE[stage].whole_gradients,
         "master": True,
         "optimizer": True,
     }
@@ -424,7 +425,7 @@ def _estimate(
     buffers: int,
     on_host: tuple[str, ...] = (),
 ) -> MemoryEstimate:
-    sharded = _sharded_kinds(stage, on_host)
+    sharded = _sharded_kinds(stage)
     held = dict.fromkeys(KINDS, 0.0)
     for part in parts:
         numel = part.padded_numel if stage else part.numel

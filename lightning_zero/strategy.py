@@ -22,12 +22,13 @@ from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero import planner
 from lightning_zero.checkpoint.file import FileCheckpointIO
 from lightning_zero.checkpoint.folder import FolderCheckpoint, is_folder, save_folder
 from lightning_zero.checkpoint.training import OWN_KEY, from_folder, load_optimizers, to_folder
@@ -42,6 +43,7 @@ from lightning_zero.config import (
     first_delayed_step,
     refuse_unfinished,
 )
+from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine, check_module
@@ -61,7 +63,8 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
     The LightningModule needs no change and is never wrapped.
 
     Args:
-        stage: 1 shards optimizer state over the ranks, 2 gradients too, 3 parameters too.
+        stage: 1 shards optimizer state over the ranks, 2 gradients too, 3 parameters too; "auto" takes what ``plan``
+            finds for the memory that is free when a fit begins, and says so. It may turn ``offload`` on.
         offload: keep optimizer state and run the step on the CPU.
         delayed_update: run the optimizer step one step late, beside the next forward and backward.
         unit_policy: which modules' parameters are gathered together: ``None`` chooses automatically; an iterable of
@@ -86,7 +89,7 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
 
     def __init__(
         self,
-        stage: Literal[1, 2, 3] = 2,
+        stage: Literal[1, 2, 3, "auto"] = 2,
         offload: bool | OffloadConfig = False,
         delayed_update: bool | int = False,
         unit_policy: Any = None,
@@ -128,7 +131,7 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(f"start_method must be 'popen', 'spawn', 'fork' or 'forkserver', got {start_method!r}")
         self.config = EngineConfig(
-            stage=stage,
+            stage=1 if stage == "auto" else stage,
             unit_bytes=checked_unit_bytes(unit_size_mb),
             unit_policy=checked_unit_policy(unit_policy),
             prefetch=prefetch,
@@ -141,6 +144,8 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         if process_group_backend is not None:
             check_backend(process_group_backend)
         self.offload = OffloadConfig() if offload is True else offload or None
+        self._chooses = stage == "auto"
+        self._given_offload = self.offload
         self.delayed_from = first_delayed_step(delayed_update, self.offload)
         self.engine: ZeroEngine | None = None
         self._optimizer_engine: ZeroEngine | None = None
@@ -200,6 +205,8 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
             _sync_module_states(self.model)
         if fitting:
             self.setup_optimizers(trainer)
+            if self._chooses:
+                self._choose(comm, str(trainer.precision))
         self._setup_engine(comm, fitting)
         self._uneven = UnevenBatches(trainer, comm, self.engine)
         self.setup_precision_plugin()
@@ -217,6 +224,28 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
     def _shards(self, fitting: bool) -> bool:
         """Evaluation alone shards nothing at stages 1 and 2: there is no optimizer state and there are no gradients."""
         return fitting or self.config.stage == 3
+
+    def _choose(self, comm: Comm, precision: str) -> None:
+        """For ``stage="auto"``: the same choice on every rank, from what all of them see."""
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("a stage was to be chosen before there is a LightningModule")
+        plan = planner.compare(
+            module,
+            planner.machine_of(comm, self.root_device, module),
+            precision,
+            optimizer_states(self.optimizers),
+            offload=(False, True) if self._given_offload is None else (True,),
+            unit_size_mb=self.config.unit_bytes / 2**20,
+            unit_policy=self.config.unit_policy,
+            prefetch=self.config.prefetch,
+        )
+        if plan.chosen is None:
+            raise RuntimeError(f"ZeroStrategy(stage='auto') has found nothing that fits; to try it all the same, name a"
+                               f" stage.\n{plan}")  # fmt: skip
+        self.config = replace(self.config, stage=plan.chosen.stage)
+        self.offload = self._given_offload or (OffloadConfig() if plan.chosen.offload else None)
+        rank_zero_info(f"ZeroStrategy(stage='auto') has chosen {plan.chosen.name}. {' '.join(plan.reasons)}")
 
     def _setup_engine(self, comm: Comm, fitting: bool) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
@@ -523,6 +552,8 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         hook after the step, such as ``on_train_batch_end``.
         """
         return self.precision_plugin.last_grad_norm
+
+    plan = staticmethod(planner.make_plan)
 
     def memory_stats(self) -> dict[str, Any]:
         """Model-state bytes on this rank: ``{"now": {kind: bytes}, "peak": {kind: bytes}, "peak_total": bytes}``.

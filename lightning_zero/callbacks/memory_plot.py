@@ -143,10 +143,12 @@ def _draw_bars(axes: Any, by_stage: Sequence[MemoryEstimate], ran: int, peak: fl
             tops = [a + b for a, b in zip(tops, values, strict=True)]
     position = next(i for i, estimate in enumerate(by_stage) if estimate.stage == ran)
     height = unit.scale(peak)
-    axes.plot([position - 0.45, position + 0.45], [height, height], color="black", linewidth=1.6, label="measured peak")
+    label = f"measured peak ({height:.3g})"
+    axes.plot([position - 0.45, position + 0.45], [height, height], color="black", linewidth=1.6, label=label)
     for i, top in enumerate(tops):
-        # Above the bar, and above the line across it where the line is higher.
-        axes.text(i, max(top, height) if i == position else top, f"{top:.3g}", ha="center", va="bottom", fontsize=9)
+        # Above the bar, and above the line across it where that would go through the number.
+        crossed = i == position and 0 <= height - top < 0.06 * max(tops)
+        axes.text(i, height if crossed else top, f"{top:.3g}", ha="center", va="bottom", fontsize=9)
     ticks = ["plain DP" if not estimate.stage else f"stage {estimate.stage}" for estimate in by_stage]
     axes.set_xticks(range(len(by_stage)), ticks)
     axes.set_ylim(top=1.1 * max(*tops, height))

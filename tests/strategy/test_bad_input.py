@@ -31,11 +31,11 @@ WIDTH = 4
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"stage": 0}, ValueError, "stage must be 1, 2 or 3, got 0"),
-        ({"stage": 4}, ValueError, "stage must be 1, 2 or 3, got 4"),
-        ({"stage": "3"}, ValueError, "stage must be 1, 2 or 3, got '3'"),
-        ({"stage": True}, ValueError, "stage must be 1, 2 or 3, got True"),
-        ({"stage": 2.0}, ValueError, r"stage must be 1, 2 or 3, got 2\.0"),
+        ({"stage": 0}, ValueError, "stage must be 1, 2, 3 or 'auto', got 0"),
+        ({"stage": 4}, ValueError, "stage must be 1, 2, 3 or 'auto', got 4"),
+        ({"stage": "3"}, ValueError, "stage must be 1, 2, 3 or 'auto', got '3'"),
+        ({"stage": True}, ValueError, "stage must be 1, 2, 3 or 'auto', got True"),
+        ({"stage": 2.0}, ValueError, r"stage must be 1, 2, 3 or 'auto', got 2\.0"),
         ({"stages": 3}, TypeError, "stages"),
         ({"unit_size_mb": 0}, ValueError, "unit_size_mb must be a positive number"),
         ({"unit_size_mb": -1.5}, ValueError, "unit_size_mb must be a positive number"),

@@ -66,8 +66,8 @@ def test_estimate_of_several_rank_counts_and_chosen_stages(capsys: pytest.Captur
 def test_estimate_with_offload_says_where_things_rest(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["estimate", "1B", "--ranks", "4", "--stage", "0", "2", "--offload"])
     table = rows(capsys.readouterr().out)
-    assert table["on the host"] == ["0", "3.00"]
-    assert table["on the device"] == ["16.00", "2.50"]
+    assert table["on the host"] == ["0", "3.50"]
+    assert table["on the device"] == ["16.00", "2.00"]
 
 
 def test_a_module_is_built_without_allocating(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +105,25 @@ def test_bad_input_ends_with_a_message_and_code_2(
         cli.main(["estimate", *arguments])
     assert info.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_plan_prints_a_table_reasons_and_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    big = ["plan", "7.5B", "--ranks", "64", "--nodes", "8", "--host-memory", "512GB"]
+    assert cli.main([*big, "--device-memory", "32GB"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert rows(text)["stage 1"] == ["29.53", "0", "31.41", "0", "no"]
+    assert "stage 2 fits and leaves 15.26 GB on each device for everything else." in text
+    assert text.endswith("class_path: lightning_zero.ZeroStrategy\n    init_args:\n      stage: 2\n")
+    assert cli.main([*big, "--device-memory", "16GB"]) == 1
+    assert "Nothing fits." in capsys.readouterr().out
+
+
+def test_plan_of_a_module_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"{__name__}:Enormous"
+    arguments = ["--ranks", "1", "--accelerator", "cpu", "--activations", "1MB", "--host-memory", "20MB"]
+    assert cli.main(["plan", path, "--init-args", '{"width": 1000}', *arguments]) == 0
+    assert "stage 1 fits and leaves 4.00 MB to each rank for everything else." in capsys.readouterr().out
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

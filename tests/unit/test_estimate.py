@@ -75,10 +75,11 @@ def test_the_optimizer_multiplier_counts_states_of_the_masters_size() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_leaves_what_the_device_computes_with(stage: int) -> None:
     it = estimate_memory(P, N, stage, offload=True, precision="bf16-mixed")
-    assert it.device == it.parameters + it.gradients == {1: 4 * P, 2: 2 * P + 2 * P // N, 3: 4 * P // N}[stage]
-    assert it.host == 12 * P // N
+    assert it.device == {1: 4 * P, 2: 2 * P, 3: 2 * P // N}[stage]
+    # The whole gradients of stage 1 stay on the device.
+    assert it.host == (12 if stage == 1 else 14) * P // N
     # An offloaded fp32 parameter has a master of its own, because the parameter itself stays on the device.
-    assert estimate_memory(P, N, stage, offload=True).host == 12 * P // N
+    assert estimate_memory(P, N, stage, offload=True).host == (12 if stage == 1 else 16) * P // N
     assert estimate_memory(P, N, stage, offload=True).total == estimate_memory(P, N, stage).total + 4 * P // N
     assert "(host)" in str(it)
 

@@ -1,0 +1,380 @@
+"""Which configuration to train with: the cheapest that fits, why cheaper ones do not, and the YAML to paste.
+
+[Note: what is cheap]
+Configurations are compared by the bytes that a rank sends to other ranks in a step, then by those that cross between
+device and host, then by stage (lower ones reduce less often when gradients are accumulated). Stages 1 and 2 send what
+plain data parallelism sends, stage 3 half as much again; offload moves gradients down and parameters up.
+"""
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+import psutil
+import torch
+from torch import nn
+
+from lightning_zero.comm import Comm
+from lightning_zero.config import DEFAULT_UNIT_SIZE_MB
+from lightning_zero.estimate import MemoryEstimate, checked_precision, estimate_memory, short_bytes, short_count
+from lightning_zero.tables import ByteUnit, new_table, render
+
+RESERVE = 0.2
+"""Share of a memory that is kept for activations, temporary tensors and the runtime where nobody says how much they
+need."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is."""
+
+    world_size: int
+    num_nodes: int
+    device_bytes: float
+    """Of one device; on CPUs a rank's share of its node."""
+    host_bytes: float
+    """Of one node."""
+    nvme_bytes: float
+    on_cpu: bool
+    """Ranks compute in host memory."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world_size // self.num_nodes
+
+
+@dataclass(frozen=True)
+class Option:
+    """One configuration."""
+
+    stage: int
+    offload: bool
+    estimate: MemoryEstimate
+    sent: float
+    """Bytes that a rank sends in a step."""
+    moved: float
+    """Bytes that a rank moves between its device and its host in a step."""
+    device: float
+    """Bytes on each device, buffers included; on CPUs for each rank."""
+    host: float
+    """Bytes on each node."""
+    obstacles: tuple[str, ...] = ()
+    """Why it does not fit."""
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.stage}" + (" + offload" if self.offload else "")
+
+    @property
+    def cost(self) -> tuple[float, float, int]:
+        """See [Note: what is cheap]."""
+        return self.sent, self.moved, self.stage
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All configurations, cheapest first, and the one to take."""
+
+    machine: Machine
+    options: tuple[Option, ...]
+    precision: str
+    at_setup: float
+    """Bytes of the whole module, which every rank builds before it shards it."""
+
+    @property
+    def chosen(self) -> Option | None:
+        """The cheapest that fits, None if there is none."""
+        return next((option for option in self.options if not option.obstacles), None)
+
+    @property
+    def init_args(self) -> dict[str, Any]:
+        """Arguments for ZeroStrategy; raises RuntimeError if nothing fits."""
+        if self.chosen is None:
+            raise RuntimeError(f"No configuration fits.\n{self}")
+        return {"stage": self.chosen.stage, **({"offload": True} if self.chosen.offload else {})}
+
+    @property
+    def yaml(self) -> str:
+        """The Trainer's section for LightningCLI; raises RuntimeError if nothing fits."""
+        trainer = {
+            "accelerator": "cpu" if self.machine.on_cpu else "gpu",
+            "devices": self.machine.ranks_per_node,
+            "num_nodes": self.machine.num_nodes,
+            "precision": self.precision,
+        }
+        lines = ["trainer:", *(f"  {name}: {value}" for name, value in trainer.items())]
+        lines += ["  strategy:", "    class_path: lightning_zero.ZeroStrategy", "    init_args:"]
+        lines += [f"      {name}: {str(value).lower()}" for name, value in self.init_args.items()]
+        return "\n".join(lines)
+
+    @property
+    def reasons(self) -> list[str]:
+        """What was chosen, and why nothing cheaper."""
+        lines = []
+        for option in self.options:
+            if option is self.chosen:
+                left = short_bytes(self.machine.device_bytes - option.device)
+                where = "to each rank" if self.machine.on_cpu else "on each device"
+                lines.append(f"{option.name} fits and leaves {left} {where} for everything else.")
+                break
+            lines += [f"{option.name} does not fit: {obstacle}." for obstacle in option.obstacles]
+        return lines if self.chosen is not None else [*lines, *self._missing()]
+
+    def __str__(self) -> str:
+        return self._table() + ("" if self.chosen is None else f"\n\n{self.yaml}")
+
+    def _table(self) -> str:
+        machine, first = self.machine, self.options[0].estimate
+        ranks = "1 rank" if machine.world_size == 1 else f"{machine.world_size} ranks"
+        nodes = "1 node" if machine.num_nodes == 1 else f"{machine.num_nodes} nodes"
+        count = short_count(first.num_parameters)
+        unit = ByteUnit.for_bytes(max(max(o.sent, o.moved, o.device, o.host) for o in self.options))
+        moved = [] if machine.on_cpu else ["host <->\ndevice"]
+        table = new_table("sent\nper step", *moved, f"on each\n{'rank' if machine.on_cpu else 'device'}", "on each\nnode", "fits")
+        for option in self.options:
+            numbers = (option.sent, *[option.moved] * len(moved), option.device, option.host)
+            table.add_row(option.name, *map(unit.show, numbers), "no" if option.obstacles else "yes")
+        there = f"Each device has {short_bytes(machine.device_bytes)}, each node {short_bytes(machine.host_bytes)}."
+        if machine.on_cpu:
+            there = f"Each node has {short_bytes(machine.host_bytes)} of memory, which its ranks share."
+        titles = [f"{count} parameters, {self.precision}, {ranks} on {nodes}. Cheapest first, in {unit.name}.", there]
+        return render(table, titles, [*self.reasons, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        built = self.at_setup * self.machine.ranks_per_node
+        if self.machine.on_cpu or built <= self.machine.host_bytes:
+            return []
+        return [
+            f"Every rank builds the module in host memory first, which takes {short_bytes(built)} of each node: build it"
+            " in configure_model instead, which Lightning calls with the device as default."
+        ]
+
+    def _missing(self) -> list[str]:
+        """What would help, were it implemented."""
+        last = max(self.options, key=lambda option: (option.stage, option.offload)).estimate
+        machine = self.machine
+        lines = ["Nothing fits. More ranks, a smaller model or fewer bits would help."]
+        if not machine.on_cpu:
+            lines.append(
+                f"Parameters that rest in host memory (OffloadConfig(parameters=...)) would take {short_bytes(last.parameters)}"
+                " off each device, but are not implemented yet."
+            )
+        states = (last.master + last.optimizer) * machine.ranks_per_node
+        room = f" (this plan has {short_bytes(machine.nvme_bytes)})" if machine.nvme_bytes else ""
+        lines.append(
+            f"Optimizer state and masters on NVMe would take {short_bytes(states)} off each node and need as much space"
+            f" there{room}, but are not implemented yet."
+        )
+        return lines
+
+
+def make_plan(
+    model_or_num_parameters: nn.Module | int | float,
+    world_size: int,
+    num_nodes: int = 1,
+    device_memory: float | str | None = None,
+    host_memory: float | str | None = None,
+    nvme_space: float | str = 0,
+    precision: str = "32-true",
+    optimizer_multiplier: float = 2.0,
+    activations: float | str | None = None,
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto",
+    unit_size_mb: float = DEFAULT_UNIT_SIZE_MB,
+    unit_policy: Any = None,
+    prefetch: int = 1,
+) -> Plan:
+    """Compare all configurations of ZeroStrategy and find the cheapest that fits.
+
+    >>> plan = make_plan(7.5e9, 64, num_nodes=8, device_memory="32GB", host_memory="512GB", precision="bf16-mixed")
+    >>> plan.init_args
+    {'stage': 2}
+    >>> plan.reasons[0]
+    'stage 1 does not fit: 31.41 GB, and 6.40 GB for everything else, are more than the 32.00 GB of a device.'
+
+    Args:
+        model_or_num_parameters: As for ``estimate_memory``.
+        world_size: Ranks.
+        num_nodes: Machines that the ranks are spread over, as many on each.
+        device_memory: Bytes of one device, or a text such as "80GB"; None is this machine's.
+        host_memory: Bytes of one node; None is this machine's.
+        nvme_space: Bytes of one node's NVMe. Nothing uses it yet; it is named where it would help.
+        precision: As for the Trainer.
+        optimizer_multiplier: Numbers of state per parameter, as for ``estimate_memory``.
+        activations: Bytes on each device for everything beside model states and buffers; None keeps a fifth of it free.
+        accelerator: "cpu": the ranks of a node share its host memory and have no device; "auto" is that where
+            ``device_memory`` is not given and this machine has no accelerator.
+        unit_size_mb: As for ZeroStrategy.
+        unit_policy: As for ZeroStrategy.
+        prefetch: As for ZeroStrategy.
+
+    Raises:
+        ValueError: a size is not one, or ranks do not divide evenly over nodes.
+    """
+    machine = _machine(world_size, num_nodes, device_memory, host_memory, nvme_space, accelerator)
+    kept = None if activations is None else parse_bytes(activations)
+    settings = {"unit_size_mb": unit_size_mb, "unit_policy": unit_policy, "prefetch": prefetch}
+    return compare(model_or_num_parameters, machine, precision, optimizer_multiplier, kept, **settings)
+
+
+def compare(
+    model_or_num_parameters: nn.Module | int | float,
+    machine: Machine,
+    precision: str,
+    optimizer_multiplier: float,
+    activations: float | None = None,
+    offload: Sequence[bool] = (False, True),
+    **settings: Any,
+) -> Plan:
+    """Go through the configurations for ``machine``. ``settings`` are further arguments of ``estimate_memory``."""
+    precision = checked_precision(precision)
+    at_setup = _bytes_at_setup(model_or_num_parameters, precision)
+    options = []
+    stages = (1,) if machine.world_size == 1 else (1, 2, 3)
+    for stage, on_host in product(stages, (False,) if machine.on_cpu else offload):
+        estimate = estimate_memory(
+            model_or_num_parameters, machine.world_size, stage, on_host, precision, optimizer_multiplier,
+            backend="gloo" if machine.on_cpu else "nccl", **settings,
+        )  # fmt: skip
+        options.append(_option(estimate, on_host, machine, activations, at_setup))
+    return Plan(machine, tuple(sorted(options, key=lambda option: option.cost)), precision, at_setup)
+
+
+def parse_bytes(size: float | str) -> float:
+    """Bytes from a number or a text; units are decimal, those with an "i" binary.
+
+    >>> parse_bytes("80GB"), parse_bytes("1.5 TiB"), parse_bytes(1000)
+    (80000000000.0, 1649267441664.0, 1000.0)
+    """
+    text = str(size).replace(" ", "").replace(",", "").lower()
+    number = text.rstrip("bikmgt")
+    suffix = text[len(number) :].removesuffix("b")
+    powers = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+    try:
+        value = float(number) * (1024 if suffix.endswith("i") else 1000) ** powers[suffix.removesuffix("i")]
+    except (ValueError, KeyError):
+        raise ValueError(f"{size!r} is not a size such as 80GB, 512 GiB or 8e10") from None
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"a size must be finite and not negative, got {size!r}")
+    return value
+
+
+def host_bytes() -> float:
+    """Memory of this machine, or of the container that this process is confined to."""
+    total = float(psutil.virtual_memory().total)
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if os.path.exists(path):
+            with open(path) as file:
+                limit = file.read().strip()
+            return min(total, float(limit)) if limit.isdigit() else total
+    return total
+
+
+def host_bytes_free() -> float:
+    """Memory of this machine or container that nobody uses."""
+    return min(float(psutil.virtual_memory().available), host_bytes())
+
+
+def device_bytes() -> float | None:
+    """Memory of the first accelerator; None if there is none, or it does not say."""
+    if not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return float(module.mem_get_info()[1]) if hasattr(module, "mem_get_info") else None
+
+
+def device_bytes_free(device: torch.device) -> float:
+    """Memory of the device that nobody else uses. Raises NotImplementedError if it does not tell."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        raise NotImplementedError(f"{device.type} devices do not tell how much memory they have: choose a stage yourself")
+    return float(module.mem_get_info(device)[0] + module.memory_reserved(device))
+
+
+def machine_of(comm: Comm, device: torch.device, module: nn.Module) -> Machine:
+    """What the ranks of a run have left to use, ``module`` among it, which all have built on ``device`` already. A
+    collective; the same on all ranks."""
+    on_cpu = device.type == "cpu"
+    built = sum(p.nbytes for p in module.parameters())
+    mine = (socket.gethostname(), host_bytes_free(), 0.0 if on_cpu else device_bytes_free(device), built if on_cpu else 0)
+    hosts, on_hosts, on_devices, built_on_host = zip(*comm.all_gather_object(mine), strict=True)
+    most = max(Counter(hosts).values())
+    # Ranks look one after another: the least that any of them sees.
+    host = min(on_hosts) + most * min(built_on_host)
+    nodes = len(set(hosts)) if comm.world_size % len(set(hosts)) == 0 else 1
+    return Machine(comm.world_size, nodes, host / most if on_cpu else min(on_devices), host, 0.0, on_cpu)
+
+
+def _machine(
+    world_size: int, num_nodes: int, device: float | str | None, host: float | str | None, nvme: float | str,
+    accelerator: str,
+) -> Machine:  # fmt: skip
+    if accelerator not in ("auto", "cpu", "gpu"):
+        raise ValueError(f"accelerator must be 'auto', 'cpu' or 'gpu', got {accelerator!r}")
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1 or world_size % num_nodes:
+        raise ValueError(f"num_nodes must divide the {world_size} ranks evenly, got {num_nodes!r}")
+    found = device_bytes() if device is None else parse_bytes(device)
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and found is None)
+    if on_cpu and device is not None:
+        raise ValueError(f"device_memory={device!r} has no meaning with accelerator='cpu': give host_memory")
+    per_node = host_bytes() if host is None else parse_bytes(host)
+    if on_cpu:
+        found = per_node / (world_size // num_nodes)
+    elif found is None:
+        raise ValueError("this machine has no accelerator that tells its memory: give device_memory")
+    return Machine(world_size, num_nodes, found or 0.0, per_node, parse_bytes(nvme), on_cpu)
+
+
+def _bytes_at_setup(model_or_num_parameters: nn.Module | int | float, precision: str) -> float:
+    """The whole module, as every rank builds it before it shards it."""
+    if isinstance(model_or_num_parameters, nn.Module):
+        return sum(p.nbytes for p in model_or_num_parameters.parameters())
+    return model_or_num_parameters * (8 if precision == "64-true" else 4)
+
+
+def _option(
+    estimate: MemoryEstimate, offload: bool, machine: Machine, activations: float | None, at_setup: float
+) -> Option:
+    share = (machine.world_size - 1) / machine.world_size
+    compute = estimate.parameters * (machine.world_size if estimate.stage == 3 else 1)
+    device = estimate.device + estimate.buffers
+    # At stage 1 the reduced gradients are on the host as well, beside the whole ones on the device.
+    reduced = estimate.gradients / machine.world_size if offload and "gradients" not in estimate.on_host else 0
+    on_host = estimate.host + reduced
+    on_node = (device if machine.on_cpu else on_host) * machine.ranks_per_node
+    return Option(
+        estimate.stage,
+        offload,
+        estimate,
+        sent=(3 if estimate.stage == 3 else 2) * compute * share,
+        moved=2 * compute / machine.world_size if offload else 0.0,
+        device=device,
+        host=on_node,
+        obstacles=tuple(_obstacles(device, on_node, machine, activations, at_setup)),
+    )
+
+
+def _obstacles(
+    device: float, on_node: float, machine: Machine, activations: float | None, at_setup: float
+) -> Iterable[str]:
+    room = machine.device_bytes
+    kept = RESERVE * room if activations is None else activations
+    owner = "a rank's share of a node" if machine.on_cpu else "a device"
+    if device + kept > room:
+        yield _too_much(device, kept, room, owner)
+    elif at_setup > room:
+        yield (
+            f"every rank builds the whole module before it shards it, and its {short_bytes(at_setup)} are more than the"
+            f" {short_bytes(room)} of {owner}"
+        )
+    if not machine.on_cpu and on_node > (1 - RESERVE) * machine.host_bytes:
+        yield _too_much(on_node, RESERVE * machine.host_bytes, machine.host_bytes, "a node")
+
+
+def _too_much(needed: float, kept: float, room: float, owner: str) -> str:
+    return (
+        f"{short_bytes(needed)}, and {short_bytes(kept)} for everything else, are more than the {short_bytes(room)} of {owner}"
+    )
