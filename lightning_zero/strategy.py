@@ -29,6 +29,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import planner
+from lightning_zero.activations.checkpointing import Recomputation, checked_policy
+from lightning_zero.activations.offload import ActivationStore
 from lightning_zero.checkpoint.file import FileCheckpointIO
 from lightning_zero.checkpoint.folder import FolderCheckpoint, is_folder, save_folder
 from lightning_zero.checkpoint.training import OWN_KEY, from_folder, load_optimizers, to_folder
@@ -73,8 +75,10 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         prefetch: how many units are gathered ahead of use (stage 3).
         reduce_dtype: dtype of gradients on the wire; ``None`` is the parameters' own dtype.
         shard_group_size: shard inside groups of this many ranks and replicate across them.
-        activation_checkpointing_policy: module classes or a callable: which modules are recomputed in backward.
-        activation_offload: keep saved activations in host memory.
+        activation_checkpointing_policy: which modules are recomputed in backward: module classes, names or patterns of
+            names (``"blocks.*"``), or a callable of the module that returns whether, or keyword arguments of
+            ``torch.utils.checkpoint.checkpoint``.
+        activation_offload: keep saved activations in host memory (where there is a device).
         state_dict_type: ``"full"`` saves one ordinary Lightning checkpoint, ``"sharded"`` a folder to which all ranks
             write in parallel. Either loads, whatever this is.
         read_timeout: seconds that a rank which reads a sharded tensor outside of a step, or saves a checkpoint, waits
@@ -121,11 +125,7 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
             start_method=start_method,
         )
         self._precision_plugin = precision_plugin
-        refuse_unfinished(
-            shard_group_size=shard_group_size,
-            activation_checkpointing_policy=activation_checkpointing_policy,
-            activation_offload=activation_offload,
-        )
+        refuse_unfinished(shard_group_size=shard_group_size)
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}")
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
@@ -147,6 +147,11 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         self._chooses = stage == "auto"
         self._given_offload = self.offload
         self.delayed_from = first_delayed_step(delayed_update, self.offload)
+        self._recomputed = checked_policy(activation_checkpointing_policy)
+        self._recomputation: Recomputation | None = None
+        if not isinstance(activation_offload, bool):
+            raise TypeError(f"activation_offload must be True or False, got {activation_offload!r}")
+        self.activation_offload = activation_offload
         self.engine: ZeroEngine | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._comm: Comm | None = None
@@ -253,15 +258,18 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
             raise RuntimeError("ZeroStrategy.setup was called without a LightningModule")
         self.engine = None
         if self._shards(fitting):
-            updater = self._make_updater() if fitting else None
+            link = self._make_link() if fitting and (self.offload is not None or self.activation_offload) else None
+            updater = self._make_updater(link) if fitting else None
             config = self._engine_config(module, updater)
             plugin.convert_buffers(module)
             optimizers = self.optimizers if fitting else []
-            self.engine = ZeroEngine(module, comm, config, optimizers, updater)
+            self.engine = ZeroEngine(module, comm, config, optimizers, updater, self._make_keeper(link, fitting))
             if not self.engine.units:
                 self.model = plugin.convert_module(module)
         if fitting:
             self._optimizer_engine = self.engine
+            if self._recomputed is not None:
+                self._recomputation = Recomputation(module, self._recomputed)
         plugin.engine = self.engine
         self._syncs_buffers = self._buffers_due = fitting and comm.world_size > 1
 
@@ -277,18 +285,26 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
             wide_sums=self._wide_sums(module),
         )
 
-    def _make_updater(self) -> HostUpdate | None:
+    def _make_updater(self, link: Link | None) -> HostUpdate | None:
         if self.offload is None:
             return None
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = self.offload.num_threads or default_threads(self.num_processes, cores)
-        return HostUpdate(self._delays, threads, self._make_link(self.offload), self.offload.early_update)
+        return HostUpdate(self._delays, threads, link, self.offload.early_update)
 
-    def _make_link(self, offload: OffloadConfig) -> Link | None:
+    def _make_link(self) -> Link | None:
         """The way to host memory; None on a CPU, where there is nowhere to go."""
         if self.root_device.type == "cpu":
             return None
-        return StreamLink(self.root_device, offload.pin_memory is not False)
+        return StreamLink(self.root_device, self.offload is None or self.offload.pin_memory is not False)
+
+    def _make_keeper(self, link: Link | None, fitting: bool) -> ActivationStore | None:
+        if not self.activation_offload or not fitting:
+            return None
+        if link is None:
+            rank_zero_info("ZeroStrategy(activation_offload=True) does nothing on a CPU: activations are in host memory.")
+            return None
+        return ActivationStore(link, self.root_device)
 
     def _delays(self) -> bool:
         return self.delayed_from is not None and self._trainer.global_step >= self.delayed_from
@@ -593,6 +609,9 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
     def teardown(self) -> None:
         if self.engine is not None:
             self._close_engine(self.engine)
+        if self._recomputation is not None:
+            self._recomputation.remove()
+            self._recomputation = None
         try:
             super().teardown()
         except (NotImplementedError, RuntimeError):

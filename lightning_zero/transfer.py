@@ -90,14 +90,13 @@ class StreamLink(HostPool):
             done.record(stream)
         # Its memory is not handed to anybody else before the copy is done, though its user lets go of it now.
         on_device.record_stream(stream)
-        return _StreamTransfer(self._accelerator, done, (source, target))
+        return _StreamTransfer(self._accelerator, done)
 
 
 class _StreamTransfer:
-    def __init__(self, accelerator: Any, done: Any, tensors: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, accelerator: Any, done: Any) -> None:
         self._accelerator = accelerator
         self._done = done
-        self._tensors = tensors
 
     def wait(self) -> None:
         self._accelerator.current_stream().wait_event(self._done)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import OffloadConfig
 from lightning_zero.offload.update import HostUpdate
 from lightning_zero.transfer import HostPool, Link, Transfer
 from lightning_zero.worker import Worker
@@ -76,10 +75,10 @@ class FarStrategy(ZeroStrategy):
     link: SlowLink | None = None
     updater: HostUpdate | None = None
 
-    def _make_updater(self) -> HostUpdate | None:
-        self.updater = super()._make_updater()
+    def _make_updater(self, link: Link | None) -> HostUpdate | None:
+        self.updater = super()._make_updater(link)
         return self.updater
 
-    def _make_link(self, offload: OffloadConfig) -> Link:
+    def _make_link(self) -> Link:
         self.link = SlowLink()
         return self.link

@@ -43,6 +43,7 @@ class ZeroEngine:
         config: EngineConfig,
         optimizers: Iterable[Optimizer] = (),
         updater: Updater | None = None,
+        keeper: hooks.Keeper | None = None,
     ) -> None:
         self.module = module
         self.config = config
@@ -77,7 +78,8 @@ class ZeroEngine:
         self.whole = WholeTensors(self.units, comm, self._pool)
         self.shards = LocalShards(self.units, comm.rank)
         self._schedule = Schedule(self.units, comm, config.prefetch, config.read_timeout)
-        self._saved = hooks.SavedTensors(self)
+        self._saved = hooks.SavedTensors(self, keeper)
+        self._packs = self._shards_parameters or keeper is not None
         for unit in self.units:
             self._handles += hooks.hook_modules(unit, self)
         self._sync = self._make_sync()
@@ -153,8 +155,10 @@ class ZeroEngine:
     @contextmanager
     def step(self, kind: str, backward_follows: bool = False) -> Iterator[None]:
         """One call of a step method. With ``backward_follows`` the phase stays open until :meth:`backward` ends."""
+        self._saved.begin_forward(self._resident())
         if not self.units:
-            yield
+            with self._saved.context() if self._packs else nullcontext():
+                yield
             return
         if self._in_step:
             self.abandon()  # left by an exception that somebody caught
@@ -168,7 +172,7 @@ class ZeroEngine:
         self._kind, self._phase, self._in_step = kind, 0, True
         self._phase_reduces = self._sync.enabled
         self._open_phase()
-        with self._saved.context() if self._shards_parameters else nullcontext():
+        with self._saved.context() if self._packs else nullcontext():
             yield
         self._in_step = False
         if not backward_follows:
@@ -178,12 +182,22 @@ class ZeroEngine:
     def backward(self) -> Iterator[None]:
         """Around ``loss.backward()``: gradients are reduced when it ends."""
         if not self.units:
-            yield
+            with self._saved.context() if self._packs else nullcontext():
+                yield
             return
         self._open_backward()
-        with self._saved.context() if self._shards_parameters else nullcontext():
+        with self._saved.context() if self._packs else nullcontext():
             yield
         self._close_backward()
+
+    def _resident(self) -> Iterator[Tensor]:
+        """What stays on the device all the time, though autograd saves it."""
+        yield from self.module.buffers()
+        if not self.units:
+            yield from self.module.parameters()
+        for unit in self.units:
+            if unit.buffer.is_whole and unit.buffer.buffer is not None:
+                yield unit.buffer.buffer.flat
 
     def complete(self) -> None:
         """A training step without a backward (it returned None) still takes part in the other ranks' reduction."""

@@ -10,13 +10,14 @@ An unsharded tensor has its own class and its own data, so the hot path pays not
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Owner(Protocol):
@@ -156,11 +157,16 @@ def materialize(handle: Tensor) -> None:
         raise AssertionError(f"{owner} did not unshard a tensor of shape {tuple(handle.shape)}")
 
 
-def outside_transforms() -> AbstractContextManager:
-    """Suspends the ``torch.func`` transforms under way: what is gathered inside one must not become part of it."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    return temporarily_clear_interpreter_stack()
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Suspends the ``torch.func`` transforms and dispatch modes (selective recompute, FLOP counters) under way: what is
+    gathered inside one must not become part of it."""
+    with ExitStack() as stack:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        yield
 
 
 def _owner(handle: Tensor) -> Owner:

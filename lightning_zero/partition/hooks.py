@@ -1,6 +1,6 @@
 """Hooks on modules, parameters and autograd that call the engine; nothing else."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -147,17 +147,36 @@ class _Promise:
         self.offset, self.size, self.stride = tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
+class Keeper(Protocol):
+    """Who keeps what autograd saves of other tensors."""
+
+    def begin_forward(self) -> None: ...
+
+    def pack(self, tensor: Tensor) -> Any: ...
+
+    def unpack(self, saved: Any) -> Tensor: ...
+
+
 class SavedTensors:
     """[Note: never hold bytes, hold a promise]
 
     What autograd saves of a unit's flat buffer (a weight, its transpose, a slice) is replaced by (unit, offset, size,
     stride), so that saving keeps no bytes alive; when backward asks for it the unit is unsharded and the view is made
-    again. Active around forward and backward: a recompute saves too.
+    again. Active around forward and backward: a recompute saves too. A ``keeper`` is handed everything else, but for what
+    stays where it is all the time (whole parameters, buffers).
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, keeper: Keeper | None) -> None:
         self._listener = listener
         self._by_storage: dict[int, Unit] = {}
+        self._keeper = keeper
+        self._resident: set[int] = set()
+
+    def begin_forward(self, resident: Iterable[Tensor]) -> None:
+        """A step begins; the ``resident`` tensors are not for the keeper."""
+        if self._keeper is not None:
+            self._keeper.begin_forward()
+            self._resident = {tensor.untyped_storage()._cdata for tensor in resident}
 
     def watch(self, unit: Unit) -> None:
         """Recognise the buffer that ``unit`` has been unsharded into."""
@@ -178,22 +197,23 @@ class SavedTensors:
                 " create_graph=True, or stage 2."
             ) from error
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Promise:
+    def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return tensor  # not in anybody's flat buffer
         storage = tensor.untyped_storage()._cdata
         unit = self._by_storage.get(storage)
-        if unit is None:
+        if unit is not None:
+            buffer = unit.buffer.buffer
+            # The address may be another storage's by now: it is this buffer's only while the buffer is alive.
+            if buffer is not None and buffer.cdata == storage and buffer.flat.dtype == tensor.dtype:
+                return _Promise(unit, tensor)
+        if self._keeper is None or storage in self._resident:
             return tensor
-        buffer = unit.buffer.buffer
-        # The address may be another storage's by now: it is this buffer's only while the buffer is alive.
-        if buffer is not None and buffer.cdata == storage and buffer.flat.dtype == tensor.dtype:
-            return _Promise(unit, tensor)
-        return tensor
+        return self._keeper.pack(tensor)
 
-    def _unpack(self, saved: Tensor | _Promise) -> Tensor:
+    def _unpack(self, saved: Any) -> Tensor:
         if not isinstance(saved, _Promise):
-            return saved
+            return saved if self._keeper is None else self._keeper.unpack(saved)
         self._listener.unshard(saved.unit)
         buffer = saved.unit.buffer.buffer
         if buffer is None:

@@ -1,0 +1,128 @@
+"""Activation checkpointing chosen from outside: the module is not wrapped, its names and its code stay as they are.
+
+[Note: a module that is recomputed]
+A chosen module gets a ``forward`` of its own in its ``__dict__`` that runs the class's under
+``torch.utils.checkpoint.checkpoint`` (non-reentrant). Hooks on the module run once, around both; type, parameters' names and
+``state_dict`` do not change. The original comes back with :meth:`Recomputation.remove`.
+"""
+
+import copy
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Chooser = Callable[[str, nn.Module], "bool | Mapping[str, Any]"]
+
+
+def checked_policy(policy: Any) -> Chooser | None:
+    """Turn what users write into one function of (name, module); raises TypeError for what cannot be a policy.
+
+    A policy is one or several module classes, names or patterns of names (``"blocks.*"``), or a callable: of the module,
+    or with the signature of FSDP's policies. What a callable returns is true for modules to recompute; a mapping is true,
+    and holds keyword arguments of ``torch.utils.checkpoint.checkpoint`` (``context_fn`` for a selective policy).
+    """
+    if policy is None:
+        return None
+    if isinstance(policy, (str, type)):
+        policy = (policy,)
+    if callable(policy):
+        return _of_callable(policy)
+    if isinstance(policy, Iterable):
+        chosen = tuple(policy)
+        classes = tuple(one for one in chosen if isinstance(one, type) and issubclass(one, nn.Module))
+        patterns = tuple(one for one in chosen if isinstance(one, str))
+        if len(classes) + len(patterns) == len(chosen):
+            return lambda name, module: isinstance(module, classes) or any(
+                fnmatch.fnmatchcase(name, pattern) for pattern in patterns
+            )
+    raise TypeError(
+        "activation_checkpointing_policy must hold module classes or names of modules, or be a callable, got"
+        f" {policy!r}"
+    )
+
+
+def _of_callable(policy: Callable) -> Chooser:
+    try:
+        names = set(inspect.signature(policy).parameters)
+    except (TypeError, ValueError):
+        names = set()
+    if {"recurse", "nonwrapped_numel"} <= names:
+        return lambda _, module: policy(module=module, recurse=False, nonwrapped_numel=0)
+    return lambda _, module: policy(module)
+
+
+class Recomputation:
+    """The modules below ``root`` that are recomputed in backward. See [Note: a module that is recomputed]."""
+
+    def __init__(self, root: nn.Module, chooser: Chooser) -> None:
+        self.names: list[str] = []
+        self._modules: list[nn.Module] = []
+        self._walk("", root, chooser)
+        if not self.names:
+            raise ValueError(
+                "activation_checkpointing_policy chooses none of the module's parts: name classes or names that"
+                f" {type(root).__name__} has, such as {_some_children(root)}."
+            )
+
+    def _walk(self, name: str, module: nn.Module, chooser: Chooser) -> None:
+        for child_name, child in module.named_children():
+            full = f"{name}.{child_name}" if name else child_name
+            if child in self._modules:
+                continue  # used in two places
+            settings = chooser(full, child)
+            # Containers without a forward of their own are not called; their parts may be meant.
+            if settings and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                child.forward = _Recomputed(child, settings if isinstance(settings, Mapping) else {})
+                self.names.append(full)
+                self._modules.append(child)
+            else:
+                self._walk(full, child, chooser)
+
+    def remove(self) -> None:
+        """Give the modules their own ``forward`` back."""
+        for module in self._modules:
+            recomputed = module.__dict__.get("forward")
+            if isinstance(recomputed, _Recomputed):
+                recomputed.restore()
+        self._modules.clear()
+
+
+class _Recomputed:
+    """``module.forward`` under checkpointing. Copies with the module, and then runs the copy's."""
+
+    def __init__(self, module: nn.Module, settings: Mapping[str, Any]) -> None:
+        self._module = module
+        self._settings = dict(settings)
+        self._own = module.__dict__.get("forward")  # somebody has replaced the class's already
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._forward()
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **self._settings, **kwargs)
+
+    def _forward(self) -> Callable:
+        return self._own if self._own is not None else type(self._module).forward.__get__(self._module)
+
+    def restore(self) -> None:
+        if self._own is not None:
+            self._module.forward = self._own
+        else:
+            del self._module.forward
+
+    def __deepcopy__(self, memo: dict) -> "_Recomputed":
+        other = _Recomputed.__new__(_Recomputed)
+        memo[id(self)] = other
+        other._module = copy.deepcopy(self._module, memo)
+        other._settings, other._own = self._settings, copy.deepcopy(self._own, memo)
+        return other
+
+
+def _some_children(root: nn.Module) -> str:
+    kinds = dict.fromkeys(type(module).__name__ for module in root.modules() if module is not root)
+    return ", ".join(list(kinds)[:5]) or "none, it has no submodules"
