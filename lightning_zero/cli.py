@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     arguments = parser.parse_args(argv)
     if arguments.command == "doctor":
-        return doctor.run()
+        if arguments.ranks < 1:
+            parser.error(f"--ranks must be at least 1, got {arguments.ranks}")
+        return doctor.run(arguments.path, arguments.ranks)
     try:
         if arguments.command == "consolidate":
             _consolidate(arguments.folder, arguments.file)
@@ -125,12 +127,14 @@ def _make_parser() -> argparse.ArgumentParser:
         "--accelerator", default="auto", choices=("auto", "cpu", "gpu"),
         help="cpu: ranks share their node's memory (default: what this machine has, or gpu with --device-memory)",
     )  # fmt: skip
-    commands.add_parser(
+    examine = commands.add_parser(
         "doctor",
         help="whether this machine is ready",
-        description="Versions, backends, kernels, threads and memory. The exit code is 1 if anything keeps training from"
-        " working.",
+        description="Versions, backends, kernels, threads, memory, and what is known to go wrong together. The exit code is"
+        " 1 if anything keeps training from working.",
     )
+    examine.add_argument("--ranks", type=int, default=1, help="how many are to run on this machine (default: 1)")
+    examine.add_argument("--path", metavar="FOLDER", help="measure how fast this folder's disk writes and reads")
     merge = commands.add_parser(
         "consolidate",
         help="make one file of a folder of shards",

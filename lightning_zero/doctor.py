@@ -4,16 +4,30 @@ import importlib.metadata
 import os
 import platform
 import resource
+import shutil
+import socket
+import textwrap
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
 from torch.torch_version import TorchVersion
 
-from lightning_zero import ops
+from lightning_zero import disk, ops
 from lightning_zero.estimate import short_bytes
+from lightning_zero.offload.update import default_threads
+from lightning_zero.planner import host_bytes, host_bytes_free
+from lightning_zero.tables import WIDTH
+
+_PINNED_BYTES = 256 * 2**20
+_SMALL_SHM_BYTES = 1e9
+_DISK_TEST_BYTES = 512 * 2**20
 
 REQUIRED = {
     "torch": "2.6", "lightning": "2.5", "fsspec": "2023.6", "torchmetrics": "1.0", "psutil": "5.9", "rich": "12.3",
@@ -33,26 +47,34 @@ class Report:
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.lines)
         text = [f"{name:<{width}}  {value}" for name, value in self.lines]
-        text += [f"note: {note}" for note in self.notes]
-        text += [f"PROBLEM: {problem}" for problem in self.problems] or ["No problem found."]
+        text += [_wrapped("note", note) for note in self.notes]
+        text += [_wrapped("PROBLEM", problem) for problem in self.problems] or ["No problem found."]
         return "\n".join(text)
 
 
-def run() -> int:
+def _wrapped(kind: str, text: str) -> str:
+    return textwrap.fill(f"{kind}: {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def run(path: str | None = None, ranks: int = 1) -> int:
     """Print the report; returns 1 if there is a problem."""
-    report = examine()
+    report = examine(path, ranks)
     print(report)
     return 1 if report.problems else 0
 
 
-def examine() -> Report:
+def examine(path: str | None = None, ranks: int = 1) -> Report:
+    """Look at this machine, on which ``ranks`` are to run, and at the speed of the disk under the folder ``path``."""
     report = Report()
     report.lines.append(("lightning_zero", version("lightning_zero") or "not installed, run from its source"))
     report.lines.append(("python", platform.python_version()))
     _look_at_versions(report)
     _look_at_backends(report)
     _look_at_kernels(report)
-    _look_at_host(report)
+    _look_at_host(report, ranks)
+    _look_at_surroundings(report)
+    if path is not None:
+        _look_at_disk(report, Path(path))
     return report
 
 
@@ -108,20 +130,83 @@ def _look_at_kernels(report: Report) -> None:
                             " a C++17 compiler at hand to build them")  # fmt: skip
 
 
-def _look_at_host(report: Report) -> None:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    report.lines.append(("threads", f"{torch.get_num_threads()} used by torch, {usable} cores usable"))
-    memory = psutil.virtual_memory()
-    report.lines.append(("host memory", f"{short_bytes(memory.available)} free of {short_bytes(memory.total)}"))
+def _look_at_host(report: Report, ranks: int) -> None:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    report.lines.append(("threads", f"{threads} used by torch, {usable} cores usable"))
+    if ranks > 1:
+        report.lines.append(("threads per rank", f"{default_threads(ranks, usable)} for steps on the host, {ranks} ranks"))
+        if ranks > usable:
+            report.notes.append(f"{ranks} ranks share {usable} cores and will wait for each other")
+        elif threads * ranks > usable and "OMP_NUM_THREADS" in os.environ:
+            report.notes.append(
+                f"{ranks} ranks with OMP_NUM_THREADS={threads} each are more than {usable} cores; set it to"
+                f" {max(1, usable // ranks)}"
+            )
+    free, total = host_bytes_free(), host_bytes()
+    report.lines.append(("host memory", f"{short_bytes(free)} free of {short_bytes(total)}"))
+    if total < psutil.virtual_memory().total:
+        report.notes.append("this process may use less memory than the machine has: a container limits it")
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     locked = "no limit" if limit == resource.RLIM_INFINITY else f"limit {short_bytes(limit)}"
-    report.lines.append(("pinned memory", f"{_pinning()}; locked memory: {locked}"))
+    report.lines += [("pinned memory", _pinning()), ("locked memory", locked)]
 
 
 def _pinning() -> str:
+    """What pinning as much as a step's staging needs gives."""
     if not torch.accelerator.is_available():
         return "not needed without an accelerator"
     try:
-        return "possible" if torch.empty(1, pin_memory=True).is_pinned() else "not possible"
+        pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True).is_pinned()
     except RuntimeError as error:
         return f"not possible ({str(error).splitlines()[0]})"
+    return f"{short_bytes(_PINNED_BYTES)} can be had" if pinned else "not possible"
+
+
+def _look_at_surroundings(report: Report) -> None:
+    """What is known to go wrong together."""
+    if os.environ.get("LIGHTNING_ZERO_ALWAYS_RELEASE", "0") not in ("", "0"):
+        report.notes.append("LIGHTNING_ZERO_ALWAYS_RELEASE is set: a single rank gathers and releases for nothing")
+    left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK") if name in os.environ]
+    if left and "TORCHELASTIC_RUN_ID" not in os.environ:
+        report.notes.append(
+            f"{', '.join(left)} set: Lightning takes it that somebody else starts the ranks, and starts none. Outside of a"
+            " launcher, unset"
+        )
+    if "SLURM_NTASKS" in os.environ and "SLURM_PROCID" not in os.environ:
+        report.notes.append("inside a SLURM allocation, but not under srun: start with srun, one task for each device")
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        report.notes.append(
+            f"the name of this machine, {socket.gethostname()!r}, has no address: between machines set GLOO_SOCKET_IFNAME or"
+            " NCCL_SOCKET_IFNAME to the interface to use"
+        )
+    shm = Path("/dev/shm")
+    if shm.is_dir() and shutil.disk_usage(shm).total < _SMALL_SHM_BYTES:
+        report.notes.append(
+            f"/dev/shm has {short_bytes(shutil.disk_usage(shm).total)}: data loaders with workers may run out of it (docker:"
+            " --shm-size or --ipc=host)"
+        )
+
+
+def _look_at_disk(report: Report, path: Path) -> None:
+    name = f"disk {path}"
+    try:
+        speed = disk.measure(path, _DISK_TEST_BYTES, _bar)
+        usage = shutil.disk_usage(path)
+    except OSError as error:
+        report.lines.append((name, "cannot be used"))
+        report.problems.append(f"{path} cannot hold offloaded state: {error.strerror or error}")
+        return
+    report.lines.append((name, f"{short_bytes(usage.free)} free of {short_bytes(usage.total)}"))
+    report.lines.append(
+        ("", f"writes {short_bytes(speed.write)}/s, reads {short_bytes(speed.read)}/s, with {short_bytes(_DISK_TEST_BYTES)}")
+    )
+    if not speed.direct:
+        report.notes.append(f"the file system of {path} has no direct access: its reads may have come from memory")
+    report.notes.append("optimizer state on NVMe is not implemented yet; the speed is for planning")
+
+
+def _bar(blocks: Iterable[int], what: str) -> Iterable[int]:
+    return track(list(blocks), f"{what} the test file", console=Console(stderr=True), transient=True)

@@ -44,7 +44,10 @@ def new_table(*columns: str) -> Table:
 
 def render(table: Table, titles: Iterable[str], notes: Iterable[str] = ()) -> str:
     """The table with lines of text above and below it."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
+    console = Console(
+        file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, markup=False, emoji=False,
+        force_jupyter=False,  # a notebook's console displays by itself and writes nothing
+    )  # fmt: skip
     for part in (*titles, table, *notes):
         console.print(part)
     text = console.file.getvalue()  # type: ignore[attr-defined]

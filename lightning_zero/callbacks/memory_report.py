@@ -23,8 +23,8 @@ _MORE = {
     "gradients": "gradients are kept in a wider dtype than the parameters, or were accumulated beside the reduced ones",
     "master": "parameters were unfrozen, or their dtype was changed, after training had started",
     "optimizer": "the optimizer keeps more state than a trial step on a small tensor showed",
-    BUFFERS: "more units were unsharded at once (read outside of a step, used by several modules), or gradients were sent"
-    " in another dtype than they are collected in",
+    BUFFERS: "reductions were slow to end, more units were unsharded at once (read outside of a step, used by several"
+    " modules), or gradients were sent in another dtype than they are collected in",
 }
 _LESS = {
     "parameters": "parameters were removed, or their dtype was changed, after training had started",

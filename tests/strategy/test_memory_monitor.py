@@ -357,6 +357,11 @@ def test_a_bad_interval_is_refused(every_n_steps: Any) -> None:
         MemoryMonitor(every_n_steps=every_n_steps)
 
 
+def test_tables_are_text_in_notebooks_too(forecast: Forecast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "model states" in memory_report.opening_table(forecast)
+
+
 # -- tables alone ------------------------------------------------------------------------------------------------------
 
 
@@ -393,7 +398,7 @@ def test_the_widest_table_fits_80_columns(forecast: Forecast) -> None:
         ("gradients", 0.5, "gradients: 50% less than predicted: not every parameter has had a gradient."),
         ("optimizer", 0.0, "optimizer: 100% less than predicted: the optimizer has made no step."),
         ("optimizer", 2.0, "optimizer: 100% more than predicted: the optimizer keeps more state than a trial step"),
-        ("buffers", 2.0, "buffers: 100% more than predicted: more units were unsharded at once"),
+        ("buffers", 2.0, "buffers: 100% more than predicted: reductions were slow to end, more units were unsharded"),
         ("buffers", 0.5, "buffers: 50% less than predicted: fewer units were under way at once"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import cli, doctor, ops
+from lightning_zero import cli, disk, doctor, ops
 from lightning_zero.ops._native import ISA_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +143,41 @@ def test_doctor_finds_no_problem_here(capsys: pytest.CaptureFixture[str]) -> Non
     isas = ops.available_isas()
     assert table["CPU kernels"][0].startswith(isas[0] if isas else "not built")
     assert text.splitlines()[-1] == "No problem found."
+
+
+def test_doctor_measures_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_DISK_TEST_BYTES", 3 * disk.BLOCK_BYTES)
+    assert cli.main(["doctor", "--path", str(tmp_path), "--ranks", "2"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"writes [\d.]+ .B/s, reads [\d.]+ .B/s, with 25\.17 MB", text)
+    assert re.search(r"threads per rank +\d+ for steps on the host, 2 ranks", text)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_names_a_folder_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "missing"
+    assert cli.main(["doctor", "--path", str(missing)]) == 1
+    assert "PROBLEM: " in capsys.readouterr().out
+    with pytest.raises(OSError, match="bytes are free"):
+        disk.measure(tmp_path, 2**60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_knows_what_goes_wrong_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"LOCAL_RANK": "0", "SLURM_NTASKS": "4", "LIGHTNING_ZERO_ALWAYS_RELEASE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor", "--ranks", "10000"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    notes = " ".join(text.split())
+    assert "note: LOCAL_RANK set: Lightning takes it that somebody else starts the ranks" in notes
+    assert "note: inside a SLURM allocation, but not under srun" in notes
+    assert "note: LIGHTNING_ZERO_ALWAYS_RELEASE is set" in notes
+    assert "note: 10000 ranks share" in notes
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--ranks", "0"])
 
 
 def test_doctor_names_an_old_and_a_missing_package(

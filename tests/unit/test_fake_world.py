@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Trainer
 
+from benchmarks import paper_table
 from examples.train_gpt import GPT, VOCABULARY
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
@@ -112,6 +113,17 @@ def difference(after: dict, before: dict) -> dict[str, tuple[int, int]]:
         name: (count["calls"] - before.get(name, nothing)["calls"], count["bytes"] - before.get(name, nothing)["bytes"])
         for name, count in after.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_parameter", "gigabytes"), [(1, 4 + 12 / 64, "31.4"), (2, 2 + 14 / 64, "16.6"), (3, 16 / 64, "1.9")]
+)
+def test_the_table_of_the_paper_is_measured(stage: int, bytes_per_parameter: float, gigabytes: str) -> None:
+    with fake_world(0, 64):
+        measured = paper_table.measure(stage, paper_table.LAYERS * 256**2, 64)
+    # Without padding at this width; the optimizer's step counters are a few bytes.
+    assert measured.states / measured.parameters == pytest.approx(bytes_per_parameter, rel=1e-3)
+    assert paper_table.table([measured], 64).split().count(gigabytes) == 2
 
 
 @pytest.mark.parametrize(("rank", "world"), WORLDS)
