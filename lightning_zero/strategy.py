@@ -49,7 +49,7 @@ from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine, check_module
-from lightning_zero.partition.grouping import outline
+from lightning_zero.partition.grouping import check_synced_norm, outline
 from lightning_zero.partition.handle import Sharded
 from lightning_zero.partition.optimizer import StateForm
 from lightning_zero.precision import ZeroPrecision, translate
@@ -197,6 +197,8 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
+        if fitting and self.world_size > 1:
+            check_synced_norm(self.model, self.root_device)
         if self._shards(fitting):
             check_module(self.model, self.config)
         if not (self._shards(fitting) and isinstance(self.precision_plugin, HalfPrecision)):

@@ -99,6 +99,17 @@ def check_modules(root: nn.Module, whole_parameters: bool) -> None:
             )
 
 
+def check_synced_norm(root: nn.Module, device: torch.device) -> None:
+    """Refuse synchronised batch norm where torch has none, by name: torch itself says so at the first step."""
+    for name, layer in root.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.training and device.type == "cpu":
+            raise ValueError(
+                f"Module {name!r} is a SyncBatchNorm, which torch has for GPUs only. On CPUs use Trainer(sync_batchnorm=False)"
+                " and plain batch norm (running statistics then follow rank 0, as under DDP), or a norm without statistics"
+                " of the batch, such as GroupNorm."
+            )
+
+
 def check_nothing_new(root: nn.Module, known: Container[int]) -> None:
     """Refuse trainable parameters that joined the module after it was sharded, by name; ``known`` holds ids.
 

@@ -36,6 +36,7 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_avg_fn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.partition.engine import ZeroEngine
@@ -659,6 +660,41 @@ def test_barebones() -> None:
     for by_stage in run(2, barebones_at_all_stages):
         for stage in STAGES:
             assert not list(differences(by_stage[stage], by_stage[0]))
+
+
+def synced_norm(stage: int, by_hand: bool) -> str:
+    module: Any = nn.SyncBatchNorm.convert_sync_batchnorm(Net()) if by_hand else Net()
+    trainer = make_trainer(".", strategy=make_strategy(stage), max_steps=1, sync_batchnorm=not by_hand)
+    with pytest.raises(ValueError, match="SyncBatchNorm") as error:
+        trainer.fit(module, DataLoader(RandomData(8, WIDTH), batch_size=2))
+    return f"{trainer.global_step} {error.value}"
+
+
+def synced_norm_everywhere() -> list[str]:
+    return [synced_norm(stage, by_hand) for stage in STAGES for by_hand in (False, True)]
+
+
+def test_synced_batch_norm_on_cpu_is_refused_by_name() -> None:
+    # Under DDP torch itself raises, at the first step and without a name.
+    for messages in run(2, synced_norm_everywhere):
+        assert len(messages) == 6
+        for message in messages:
+            assert message.startswith("0 Module 'backbone.1' is a SyncBatchNorm")
+            assert "sync_batchnorm=False" in message
+
+
+class CountsWork(pl.Callback):
+    """Operations of one forward and backward, counted by torch between steps."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Tensor, *args: Any) -> None:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            module(batch)
+        module.extra.setdefault("operations", []).append(counter.get_total_flops())
+
+
+@case
+def operations() -> dict[str, Any]:
+    return {"callbacks": [CountsWork()]}
 
 
 # -- exceptions -------------------------------------------------------------------------------------------------------

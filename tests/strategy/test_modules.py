@@ -424,6 +424,69 @@ class Images(Case):
         ]
 
 
+class Residual(nn.Module):
+    """The block of a ResNet, with a shortcut where the shape changes."""
+
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU(inplace=True),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out),
+        )  # fmt: skip
+        self.shortcut = nn.Conv2d(width, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x), inplace=True)
+
+
+@case
+class ResidualNet(Case):
+    """A small ResNet: in-place activations, strided shortcuts, pooling, weights started at zero."""
+
+    width = 64
+
+    def build(self) -> None:
+        stem = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.features = nn.Sequential(stem, nn.MaxPool2d(2), Residual(4, 4, 1), Residual(4, 8, 2))
+        self.classifier = nn.Linear(8, 3)
+        for module in self.modules():
+            if isinstance(module, Residual):
+                nn.init.zeros_(module.body[-1].weight)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.features(batch.reshape(-1, 1, 8, 8))
+        return self.classifier(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+    def on_train_epoch_end(self) -> None:
+        self.extra["statistics"] = [m.running_var.tolist() for m in self.modules() if isinstance(m, nn.BatchNorm2d)]
+
+
+@case
+class RoutedExperts(Case):
+    """A mixture of experts with a learned router: each token goes to its best expert, and rank 1 never needs the last."""
+
+    def build(self) -> None:
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH)) for _ in range(4)
+        )
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.inlet(batch)
+        scores = self.router(x).softmax(-1)
+        if self.global_rank == 1:
+            scores = scores * torch.tensor([1.0, 1.0, 1.0, 0.0])
+        gate, choice = scores.max(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            (rows,) = torch.where(choice == i)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * gate[rows, None])
+        self.extra.setdefault("used", []).append(sorted(set(choice.tolist())))
+        return x + out
+
+
 @case
 class RunningStatistics(Case):
     """Buffers follow DDP's rule step by step: rank 0's count."""
