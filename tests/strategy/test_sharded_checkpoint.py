@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.consolidate import consolidate
 from tests.harness import make_trainer, run
 from tests.parity import TINY_UNIT_MB, RandomData, Recorder, rank
 from tests.strategy.test_checkpoint import WIDTH, Model, assert_same_content, load, loader, saver, without_folder
@@ -291,3 +292,10 @@ def test_exchange_with_fsdp_of_both_generations(tmp_path: Path) -> None:
         for got in results.values():
             assert_same_content(got["weights"], unbroken["weights"])
             assert got["losses"] == unbroken["losses"][4:]
+    files = {}
+    for name in ("ours", "fsdp1", "fsdp2"):
+        consolidate(tmp_path / name, tmp_path / f"{name}.ckpt")
+        files[name] = load(tmp_path / f"{name}.ckpt")
+        files[name]["optimizer_states"][0]["param_groups"][0].pop("initial_lr", None)  # theirs had no scheduler
+        assert_same_content(files[name], files["ours"])
+    assert files["ours"]["optimizer_states"][0]["state"][0]["exp_avg"].shape == (7, 6)

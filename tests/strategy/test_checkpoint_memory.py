@@ -1,0 +1,129 @@
+"""Memory while saving and loading a model of 210 MB with 210 MB of momentum, on two ranks."""
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.consolidate import consolidate
+from tests.harness import make_trainer, run
+from tests.parity import RandomData
+
+WIDTH, LAYERS = 2048, 13
+LAYER = 4 * (WIDTH * WIDTH + WIDTH) / 1e6
+MODEL = LAYERS * LAYER
+UNIT = 2 * LAYER  # of the default size, 32 MiB, rounded to whole layers
+SLACK = 12.0
+FORMS = ("full", "sharded")
+
+
+class Large(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.layers = nn.Sequential(*(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH) for _ in range(LAYERS)))
+            for p in self.parameters():
+                p.fill_(0.01)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
+
+
+def anonymous() -> float:
+    """MB that the kernel cannot take back: not the pages of files that are mapped."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(status[key].split()[0]) for key in ("RssAnon", "RssShmem")) / 1e3
+
+
+class Peaks:
+    """The largest growth of memory by what was going on."""
+
+    def __init__(self) -> None:
+        self.growth: dict[str, float] = {}
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before shall not be what grows now
+        start, ended = anonymous(), threading.Event()
+        most = [start]
+
+        def watch() -> None:
+            while not ended.is_set():
+                most[0] = max(most[0], anonymous())
+                time.sleep(0.005)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+            self.growth[what] = max(most[0], anonymous()) - start
+
+
+class Watched(ZeroStrategy):
+    def __init__(self, peaks: Peaks, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.peaks = peaks
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with self.peaks.during("read"):
+            return super().load_checkpoint(*args, **kwargs)
+
+    def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self.peaks.during("weights"):
+            super().load_model_state_dict(*args, **kwargs)
+
+    def load_optimizer_state_dict(self, *args: Any) -> None:
+        with self.peaks.during("optimizer"):
+            super().load_optimizer_state_dict(*args)
+
+
+def save_and_load(folder: str) -> dict[str, dict[str, float]]:
+    found = {}
+    for form in FORMS:
+        peaks = Peaks()
+        for epochs in (1, 2):
+            path = f"{folder}/{form}.ckpt" if epochs > 1 else None
+            strategy = Watched(peaks, stage=3, state_dict_type=form)
+            trainer = make_trainer(".", strategy=strategy, max_epochs=epochs)
+            module = Large()
+            trainer.fit(module, DataLoader(RandomData(2, WIDTH)), ckpt_path=path)
+            if path is None:
+                with peaks.during("save"):
+                    trainer.save_checkpoint(f"{folder}/{form}.ckpt")
+            del trainer, module, strategy
+        found[form] = peaks.growth
+    return found
+
+
+def test_saving_and_loading_take_no_more_than_the_shards_and_a_unit(tmp_path: Path) -> None:
+    assert MODEL > 200
+    results = run(2, save_and_load, str(tmp_path), timeout=120)
+    for rank, found in enumerate(results):
+        for form in FORMS:
+            growth = found[form]
+            assert growth["read"] + growth["weights"] < UNIT + SLACK, (rank, form, growth)
+            assert growth["optimizer"] < MODEL / 2 + UNIT + SLACK, (rank, form, growth)
+        # Rank 0 holds what it writes to a file, once; after fit the module is whole on every rank anyway.
+        assert found["full"]["save"] < (MODEL if rank == 0 else 0) + UNIT + SLACK, (rank, found)
+        assert found["sharded"]["save"] < SLACK, (rank, found)
+    peaks = Peaks()
+    with peaks.during("consolidate"):
+        consolidate(tmp_path / "sharded.ckpt", tmp_path / "one.ckpt")
+    assert peaks.growth["consolidate"] < UNIT + SLACK, peaks.growth
+    assert (tmp_path / "one.ckpt").stat().st_size == pytest.approx(2e6 * MODEL, rel=0.01)
