@@ -1,11 +1,11 @@
 """ZeroStrategy: Lightning's hooks, each a line or two into the engine."""
 
 import os
-import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -23,7 +23,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,8 +31,9 @@ from lightning_zero import planner
 from lightning_zero.activations.checkpointing import Recomputation, checked_policy
 from lightning_zero.activations.offload import ActivationStore
 from lightning_zero.checkpoint.file import FileCheckpointIO
-from lightning_zero.checkpoint.folder import FolderCheckpoint, is_folder, save_folder
-from lightning_zero.checkpoint.training import OWN_KEY, from_folder, load_optimizers, to_folder
+from lightning_zero.checkpoint.folder import FolderCheckpoint, is_folder
+from lightning_zero.checkpoint.saving import FolderSaver, failing_together, saves_in_background
+from lightning_zero.checkpoint.training import OWN_KEY, from_folder, load_optimizers
 from lightning_zero.comm import Comm, check_backend
 from lightning_zero.config import (
     DEFAULT_UNIT_SIZE_MB,
@@ -50,7 +50,6 @@ from lightning_zero.migration import AnswersForeignArguments
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine, check_module
 from lightning_zero.partition.grouping import check_synced_norm, outline
-from lightning_zero.partition.handle import Sharded
 from lightning_zero.partition.optimizer import StateForm
 from lightning_zero.precision import ZeroPrecision, translate
 from lightning_zero.transfer import Link, StreamLink
@@ -160,6 +159,7 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         self._buffers_due = False
         self._uneven: UnevenBatches | None = None
         self._interrupted = False
+        self._folders = FolderSaver()
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -193,6 +193,8 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         if self.accelerator is None or self.model is None:
             raise RuntimeError("ZeroStrategy.setup was called before the Trainer connected an accelerator and a model")
+        if self.state_dict_type == "sharded":
+            saves_in_background(self._checkpoint_io)  # or refuse it
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
@@ -458,7 +460,7 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
         except TypeError:  # an override with a narrower signature
             state = module.state_dict()  # type: ignore[union-attr]
         if not sharded:
-            return engine.whole_state_dict(state, keep=self._keeps_checkpoint())
+            return engine.whole_state_dict(state, keep=self._state_form() is StateForm.WHOLE)
         engine.meet("collecting shards of the module's weights")
         return state  # cut when it is written: until then hooks may look
 
@@ -473,53 +475,42 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
             return optimizer.state_dict()
 
     def _state_form(self) -> StateForm:
+        """Rank 0 writes a file; hooks of the user, if there are any, look into the checkpoint on every rank."""
         if self.state_dict_type == "sharded":
             return StateForm.SHARDS
-        return StateForm.WHOLE if self._keeps_checkpoint() else StateForm.NOTHING
-
-    def _keeps_checkpoint(self) -> bool:
-        """Rank 0 writes the file; hooks of the user, if there are any, look into the checkpoint on every rank."""
         hooked = (self.lightning_module, *self._trainer.callbacks)  # type: ignore[attr-defined]
-        return self.is_global_zero or any(is_overridden("on_save_checkpoint", one) for one in hooked)
+        keeps = self.is_global_zero or any(is_overridden("on_save_checkpoint", one) for one in hooked)
+        return StateForm.WHOLE if keeps else StateForm.NOTHING
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._comm is not None:
-            self._comm.exchange("saving a checkpoint", timeout=self.config.read_timeout)
-        if self.state_dict_type == "sharded":
-            self._save_folder(checkpoint, filepath, storage_options)
-            return
-        engine, failed = self._optimizer_engine, None
-        if engine is not None and "optimizer_states" in checkpoint:
-            # Half precision: the file's weights are 16-bit, training goes on from the masters beside them.
-            masters = engine.masters(keep=self.is_global_zero)
-            if masters:
-                checkpoint = {**checkpoint, OWN_KEY: {"masters": masters}}
-        try:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        except Exception as error:
-            failed = error
-        reason = self.broadcast(failed and f"{type(failed).__name__}: {failed}")
-        if failed is not None:
-            raise failed
-        if reason is not None:
-            raise RuntimeError(f"Rank 0 could not save a checkpoint. {reason}")
-
-    def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if storage_options is not None:
-            raise TypeError("`save_checkpoint(..., storage_options=...)` does not go with state_dict_type='sharded'")
-        if self.lightning_module is None or self._comm is None:
+        if self._comm is None or self.lightning_module is None:
             raise RuntimeError("a checkpoint was saved before ZeroStrategy.setup")
-        engine = self.engine or self._optimizer_engine
+        engine = self._optimizer_engine
+        with failing_together(self._comm, self.config.read_timeout):
+            if self.state_dict_type == "full":
+                if engine is not None and "optimizer_states" in checkpoint:
+                    # Half precision: the file's weights are 16-bit, training goes on from the masters beside them.
+                    masters = engine.masters(keep=self.is_global_zero)
+                    if masters:
+                        checkpoint = {**checkpoint, OWN_KEY: {"masters": masters}}
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+                return
+            if storage_options is not None:
+                raise TypeError("`save_checkpoint(..., storage_options=...)` does not go with state_dict_type='sharded'")
+        engine = self.engine or engine
         if engine is not None:
-            engine.drain()
-            engine.settle()
-        state, meta = to_folder(checkpoint, self.lightning_module, engine, self.optimizers)
-        path, token = self.broadcast((os.fspath(filepath), uuid.uuid4().hex))
-        save_folder(state, apply_to_collection(meta, Sharded, Tensor.detach), path, token, self._comm.storage_group)
+            engine.meet("saving shards")  # hooks may have read parameters
+        background = saves_in_background(self._checkpoint_io)
+        self._folders.save(checkpoint, filepath, self.lightning_module, engine, self.optimizers, self._comm, background)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._folders.then(partial(super().remove_checkpoint, filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._folders.wait()
         if not is_folder(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         sharded = self.engine is not None and self.engine.units and not self.engine.closed
@@ -528,9 +519,7 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.lightning_module is None:
-            raise RuntimeError("optimizers were restored before the strategy was connected to a LightningModule")
-        load_optimizers(checkpoint, self.optimizers, self.lightning_module, self.engine, self.root_device)
+        load_optimizers(checkpoint, self.optimizers, self._trainer.lightning_module, self.engine, self.root_device)
 
     @property
     @override
@@ -620,6 +609,12 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
             # A module on the meta device, or left sharded, cannot move to the CPU. What has brought us here says it better.
             if not self._interrupted:
                 raise
+        try:
+            self._folders.close()
+        except (OSError, RuntimeError) as error:
+            if not self._interrupted:
+                raise
+            rank_zero_warn(f"A checkpoint that was being saved when the exception came is lost: {error}")
 
     def _close_engine(self, engine: ZeroEngine) -> None:
         if not self._interrupted:

@@ -3,7 +3,10 @@
 All ranks train on the same batches, so that the unbroken run is the same one at any rank count.
 """
 
+import os
 import pickle
+import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -299,3 +304,84 @@ def test_exchange_with_fsdp_of_both_generations(tmp_path: Path) -> None:
         files[name]["optimizer_states"][0]["param_groups"][0].pop("initial_lr", None)  # theirs had no scheduler
         assert_same_content(files[name], files["ours"])
     assert files["ours"]["optimizer_states"][0]["state"][0]["exp_avg"].shape == (7, 6)
+
+
+# -- in the background -----------------------------------------------------------------------------------------------
+
+
+class HeldBack(pl.Callback):
+    """Saves of the background wait until this is over; in the meantime training goes on."""
+
+    def __init__(self) -> None:
+        self.go, self.seen = threading.Event(), None
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.strategy._folders._worker.submit(self.go.wait)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 6:
+            self.seen = os.path.exists(trainer.checkpoint_callback.dirpath)
+            self.go.set()
+
+
+def save_in_background(folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for form in ("sharded", "full"):
+        held = HeldBack()
+        callbacks = [saver(f"{folder}/{form}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max"), held]
+        if form == "full":
+            callbacks.pop()
+        settings = {"stage": 3, "state_dict_type": form, "checkpoint_io": AsyncCheckpointIO()}
+        results[form] = train(Wide, "32-true", settings, callbacks=callbacks)[1]
+        results[form, "seen"] = held.seen
+    return results
+
+
+def fail_in_background(folder: str) -> str:
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, old[1]))
+    settings = {"stage": 3, "state_dict_type": "sharded", "checkpoint_io": AsyncCheckpointIO()}
+    with pytest.raises(OSError, match="could not be written: File too large") as error:
+        train(Wide, "32-true", settings, callbacks=[saver(folder, every_n_train_steps=2)])
+    return str(error.value)
+
+
+def test_saving_in_the_background(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    unbroken = saved[1]
+    for results in run(2, save_in_background, str(tmp_path)):
+        # Two saves were held back while steps 3 to 6 changed the weights.
+        assert results["sharded", "seen"] is False
+        for form in ("sharded", "full"):
+            assert_same_content(results[form], unbroken["3"])
+            assert sorted(os.listdir(tmp_path / form)) == ["epoch=1-step=6.ckpt", "epoch=1-step=8.ckpt"]
+    for step in (6, 8):
+        name = f"epoch=1-step={step}.ckpt"
+        consolidate(tmp_path / "sharded" / name, tmp_path / name)
+        assert_same_content(without_folder(load(tmp_path / name)), without_folder(load(tmp_path / "full" / name)))
+    messages = run(2, fail_in_background, str(tmp_path / "failed"))
+    assert messages[0] == messages[1]
+
+
+class Elsewhere(TorchCheckpointIO):
+    """A plugin of the user."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.saved.append(os.path.basename(path))
+        super().save_checkpoint(checkpoint, path)
+
+
+def with_a_plugin(folder: str) -> list[str]:
+    io = Elsewhere()
+    train(Wide, "32-true", {"stage": 3, "checkpoint_io": io}, callbacks=[saver(folder, every_n_train_steps=4)])
+    settings = {"stage": 3, "checkpoint_io": AsyncCheckpointIO(io), "state_dict_type": "sharded"}
+    with pytest.raises(ValueError, match="not through a CheckpointIO: leave Elsewhere out, or use state_dict_type='full'"):
+        train(Wide, "32-true", settings)
+    return io.saved
+
+
+def test_a_plugin_of_the_user_is_used_or_refused(tmp_path: Path) -> None:
+    assert run(2, with_a_plugin, str(tmp_path)) == [["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"], []]
