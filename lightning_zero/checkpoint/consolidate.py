@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.serialization import set_default_mmap_options, skip_data
 
 from lightning_zero.checkpoint.beside import Beside, describe, is_folder_checkpoint, os_error
 from lightning_zero.checkpoint.folder import FolderCheckpoint, nested, weights_of
-from lightning_zero.checkpoint.planners import Path
 from lightning_zero.checkpoint.training import OWN_KEY, optimizers_of
 
 SAFETENSORS_DTYPES = {
@@ -48,7 +47,6 @@ def consolidate(
     try:
         with beside.begin_file() as stream:
             targets = layout(saved, stream, beside.partial)
-            _check_room(stream)
         _fill(saved, targets, progress)
         del targets
         beside.commit()
@@ -61,18 +59,21 @@ def consolidate(
 
 
 def _lay_out_checkpoint(saved: FolderCheckpoint, stream: Any, path: str) -> dict[str, Tensor]:
-    """Write everything but the tensors' bytes; the tensors, by key, that are the file."""
+    """Write everything but the folder's tensors; these, by key, as a map of the file."""
     weights, optimizers = weights_of(saved), optimizers_of(saved)
     masters = saved.below(OWN_KEY, "masters")
     keys = [*weights.values(), *(key for one in optimizers for key in one.below.values()), *masters.values()]
     plain = saved.read({key: None for key in keys if saved.tensor(key) is None})
     holes: dict[Any, Tensor] = {}  # by place: tied weights stay tied
+    key_of: dict[int, str] = {}
 
     def value(key: str) -> Any:
         like = saved.tensor(key)
         if like is None:
             return plain[key]
-        return holes.setdefault(saved.place(key), torch.empty_like(like, device="cpu"))
+        hole = holes.setdefault(saved.place(key), torch.empty_like(like, device="cpu"))
+        key_of[id(hole)] = key
+        return hole
 
     checkpoint = saved.meta()
     checkpoint["state_dict"] = nested({path: value(key) for path, key in weights.items()})
@@ -83,23 +84,24 @@ def _lay_out_checkpoint(saved: FolderCheckpoint, stream: Any, path: str) -> dict
     with skip_data():
         torch.save(checkpoint, stream)
     stream.flush()
+    _take_room(stream)
     with set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(path, mmap=True, weights_only=False)
-    found: dict[str, Tensor] = {}
-    _pair(mapped["state_dict"], weights, found)
-    for one, state in zip(optimizers, mapped.get("optimizer_states", []), strict=True):
-        _pair(state, one.numbered(), found)
-    _pair(mapped.get(OWN_KEY, {}).get("masters", {}), masters, found)
-    return {key: found[key] for key in {saved.place(key): key for key in found}.values()}
+    targets = {}
+    for ours, theirs in zip(_tensors(checkpoint), _tensors(mapped), strict=True):
+        if id(ours) in key_of:
+            targets[key_of[id(ours)]] = theirs
+        else:
+            theirs.detach().copy_(ours.detach())
+    return targets
 
 
-def _pair(values: Any, keys: dict[Path, str], found: dict[str, Tensor]) -> None:
-    for path, key in keys.items():
-        value = values
-        for part in path:
-            value = value[part]
-        if isinstance(value, Tensor):
-            found[key] = value
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(child)
 
 
 def _lay_out_safetensors(saved: FolderCheckpoint, stream: Any, path: str) -> dict[str, Tensor]:
@@ -120,15 +122,16 @@ def _lay_out_safetensors(saved: FolderCheckpoint, stream: Any, path: str) -> dic
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
     stream.write(len(text).to_bytes(8, "little") + text)
-    stream.truncate(8 + len(text) + start)
     stream.flush()
+    stream.truncate(8 + len(text) + start)
+    _take_room(stream)
     data = torch.from_file(path, shared=True, size=8 + len(text) + start, dtype=torch.uint8)[8 + len(text) :]
     return {
         key: data[slice(*header[name]["data_offsets"])].view(like.dtype).view(like.shape) for name, key, like in tensors
     }
 
 
-def _check_room(stream: Any) -> None:
+def _take_room(stream: Any) -> None:
     """Take the disk space now: a map that finds the disk full kills the process."""
     if hasattr(os, "posix_fallocate"):
         size = os.fstat(stream.fileno()).st_size

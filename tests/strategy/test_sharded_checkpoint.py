@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,7 +31,16 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.consolidate import consolidate
 from tests.harness import make_trainer, run
 from tests.parity import TINY_UNIT_MB, RandomData, Recorder, rank
-from tests.strategy.test_checkpoint import WIDTH, Model, assert_same_content, load, loader, saver, without_folder
+from tests.strategy.test_checkpoint import (
+    WIDTH,
+    Hooked,
+    Model,
+    assert_same_content,
+    load,
+    loader,
+    saver,
+    without_folder,
+)
 
 
 class Wide(Model):
@@ -385,3 +395,54 @@ def with_a_plugin(folder: str) -> list[str]:
 
 def test_a_plugin_of_the_user_is_used_or_refused(tmp_path: Path) -> None:
     assert run(2, with_a_plugin, str(tmp_path)) == [["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"], []]
+
+
+# -- hooks of the user and callbacks that look into checkpoints ------------------------------------------------------
+
+
+class Looking(Hooked):
+    """Keeps what its hooks see."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["again"] = checkpoint["state_dict"]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.loaded = {k: v.detach().clone() for k, v in checkpoint["again"].items() if isinstance(v, Tensor)}
+        for key, value in self.loaded.items():
+            assert torch.equal(value, checkpoint["state_dict"][key]), key
+
+
+def look_into(folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, make, averages in (("hooks", Looking, False), ("average", Wide, True)):
+        for form, stage in (("full", 2), ("sharded", 2), ("sharded", 3)):
+            settings = {"stage": stage, "state_dict_type": form, "unit_size_mb": TINY_UNIT_MB}
+            averaging = lambda: [EMAWeightAveraging(decay=0.7)] if averages else []  # noqa: B023, E731
+            path = f"{folder}/{name}-{form}-{stage}.ckpt"
+            train(make, "32-true", settings, max_epochs=1, callbacks=[*averaging(), SavesAtTheEnd(path)])
+            results[name, form, stage] = train(make, "32-true", settings, path, callbacks=averaging())[1]
+        results[name, "unbroken", 2] = train(make, "32-true", {"stage": 2}, callbacks=averaging())[1]
+    return results
+
+
+class SavesAtTheEnd(pl.Callback):
+    """While averages and shards are still there."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_hooks_and_averages(tmp_path: Path) -> None:
+    for results in run(2, look_into, str(tmp_path)):
+        for (name, form, _), got in results.items():
+            unbroken = results[name, "unbroken", 2]
+            assert_same_content(got["weights"], unbroken["weights"])
+            assert form == "unbroken" or got["losses"] == unbroken["losses"][4:]
+    for stage in (2, 3):
+        consolidate(tmp_path / f"hooks-sharded-{stage}.ckpt", tmp_path / f"{stage}.ckpt")
+        assert_same_content(without_folder(load(tmp_path / f"{stage}.ckpt")), without_folder(load(tmp_path / "hooks-full-2.ckpt")))
