@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_zero.checkpoint.consolidate import consolidate
 from tests.harness import make_trainer, run
 from tests.parity import STAGES, RandomData, Recorder, make_strategy, rank
 
@@ -79,10 +80,11 @@ def loader(length: int = 8) -> DataLoader:
     return DataLoader(RandomData(length, WIDTH), batch_size=2)
 
 
-def trainer_for(stage: int, **kwargs: Any) -> pl.Trainer:
+def trainer_for(stage: int, form: str = "full", **kwargs: Any) -> pl.Trainer:
     settings = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "max_epochs": 2, **kwargs}
     settings["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in kwargs.get("callbacks", []))
-    return make_trainer(".", strategy=make_strategy(stage), **settings)
+    strategy = make_strategy(stage, **({} if form == "full" else {"state_dict_type": form}))
+    return make_trainer(".", strategy=strategy, **settings)
 
 
 def fit(
@@ -313,10 +315,22 @@ class SavesEverywhere(pl.Callback):
         trainer.save_checkpoint(path)
 
 
+KINDS = (*((stage, "full") for stage in ALL), (3, "sharded"))
+
+
 def save_everywhere(folder: str) -> list[Any]:
     return [
-        fit(Model, stage, callbacks=[SavesEverywhere(f"{folder}/{stage}")], num_sanity_val_steps=1)[2] for stage in ALL
+        fit(Model, stage, form=form, callbacks=[SavesEverywhere(f"{folder}/{stage}-{form}")], num_sanity_val_steps=1)[2]
+        for stage, form in KINDS
     ]
+
+
+def load_either(path: Path) -> dict[str, Any]:
+    """What a file or a folder holds."""
+    if path.is_dir():
+        consolidate(path, path.with_suffix(".one.ckpt"))
+        path = path.with_suffix(".one.ckpt")
+    return load(path)
 
 
 def test_saving_in_hooks(tmp_path: Path) -> None:
@@ -324,9 +338,9 @@ def test_saving_in_hooks(tmp_path: Path) -> None:
         for got in results[1:]:
             assert_same_content(got, results[0])
     for name in SavesEverywhere.HOOKS:
-        wanted = load(tmp_path / "0" / f"{name}.ckpt")
-        for stage in STAGES:
-            assert_same_content(load(tmp_path / str(stage) / f"{name}.ckpt"), wanted)
+        wanted = load(tmp_path / "0-full" / f"{name}.ckpt")
+        for stage, form in KINDS[1:]:
+            assert_same_content(load_either(tmp_path / f"{stage}-{form}" / f"{name}.ckpt"), wanted)
 
 
 class Interrupted(Model):
@@ -350,19 +364,20 @@ class Interrupted(Model):
 
 
 def save_on_exception(folder: str) -> None:
-    for stage in ALL:
+    for stage, form in KINDS:
         for Interrupted.where in ("forward", "backward", "hook"):
+            callbacks = [OnExceptionCheckpoint(f"{folder}/{stage}-{form}", Interrupted.where)]
             with pytest.raises(ValueError, match=Interrupted.where):
-                fit(Interrupted, stage, callbacks=[OnExceptionCheckpoint(f"{folder}/{stage}", Interrupted.where)])
+                fit(Interrupted, stage, form=form, callbacks=callbacks)
 
 
 def test_saving_on_an_exception(tmp_path: Path) -> None:
     run(2, save_on_exception, str(tmp_path))
     for where in ("forward", "backward", "hook"):
-        wanted = without_folder(load(tmp_path / "0" / f"{where}.ckpt"))
+        wanted = without_folder(load(tmp_path / "0-full" / f"{where}.ckpt"))
         assert wanted["global_step"] == 1
-        for stage in STAGES:
-            assert_same_content(without_folder(load(tmp_path / str(stage) / f"{where}.ckpt")), wanted)
+        for stage, form in KINDS[1:]:
+            assert_same_content(without_folder(load_either(tmp_path / f"{stage}-{form}" / f"{where}.ckpt")), wanted)
 
 
 class FindsRate(Model):
@@ -377,10 +392,10 @@ class FindsRate(Model):
 def find_rates() -> list[Any]:
     """The finder saves, trains, and loads the file into the module while it is sharded."""
     results = []
-    for stage in ALL:
+    for stage, form in KINDS:
         torch.manual_seed(5)
         module = FindsRate()
-        trainer = trainer_for(stage, max_epochs=1)
+        trainer = trainer_for(stage, form, max_epochs=1)
         finder = Tuner(trainer).lr_find(module, loader(32), num_training=10, max_lr=0.1)
         before = {k: v.clone() for k, v in module.state_dict().items()}
         trainer.fit(module, loader())
