@@ -5,8 +5,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
 
 from lightning_zero.comm import Comm, fingerprint
 from lightning_zero.partition.engine import ZeroEngine
@@ -110,3 +113,59 @@ class UnevenBatches:
 def _any_unsized(loaders: Iterable[Any]) -> bool:
     """Whether a loader may end before the Trainer's limit is reached: an iterable data set's length is a promise."""
     return any(sized_len(loader) is None or has_iterable_dataset(loader) for loader in loaders)
+
+
+class MeetsUnevenRanks(DDPStrategy):
+    """The hooks of the strategy at which ranks may differ in their number of batches."""
+
+    _uneven: UnevenBatches | None = None
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._batches.begin_training_batch(batch_idx)
+
+    @override
+    def on_train_end(self) -> None:
+        self._batches.end_training()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._batches.begin_evaluation("validate")
+
+    @override
+    def on_test_start(self) -> None:
+        self._batches.begin_evaluation("test")
+
+    @override
+    def on_predict_start(self) -> None:
+        self._batches.begin_evaluation("predict")
+
+    @override
+    def on_validation_end(self) -> None:
+        self._batches.end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._batches.end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._batches.end_evaluation()
+
+    @override
+    def reduce(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._uneven is not None:
+            self._uneven.meet()
+        return super().reduce(*args, **kwargs)
+
+    @override
+    def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._uneven is not None:
+            self._uneven.meet()
+        return super().all_gather(*args, **kwargs)
+
+    @property
+    def _batches(self) -> UnevenBatches:
+        if self._uneven is None:
+            raise RuntimeError("a loop was started before ZeroStrategy.setup")
+        return self._uneven

@@ -15,7 +15,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.partition import handle, hooks
 from lightning_zero.partition.clipping import GradientShards
 from lightning_zero.partition.elementwise import check_supported, state_bytes
-from lightning_zero.partition.gradients import GradientDtypes, GradientSync, UnitGradients
+from lightning_zero.partition.gradients import GradientSync, UnitGradients, gradient_dtypes
 from lightning_zero.partition.grouping import check_modules, check_nothing_new, group_parameters
 from lightning_zero.partition.memory import BufferPool, Ledger
 from lightning_zero.partition.optimizer import OptimizerBinding, StateForm, Updater
@@ -129,22 +129,12 @@ class ZeroEngine:
         for unit in self.units:
             if unit.index not in self._gradients and any(p.requires_grad for p in unit.tensors):
                 self._gradients[unit.index] = UnitGradients(
-                    unit, self._comm, self._pool, self.ledger, whole, self._gradient_dtypes(unit, whole), self._access,
-                    self._link,
+                    unit, self._comm, self._pool, self.ledger, whole, self._access, self._link,
+                    gradient_dtypes(unit, self.config, self._comm.world_size, crosses=self._link is not None),
                 )  # fmt: skip
             if unit.index in self._gradients:
                 self._handles += hooks.hook_gradients(self._gradients[unit.index], self)
         return GradientSync([self._gradients[i] for i in sorted(self._gradients)], self._comm, self._update_early)
-
-    def _gradient_dtypes(self, unit: Unit, whole: bool) -> GradientDtypes:
-        wire = self.config.reduce_dtype or unit.dtype
-        wide = unit.main.dtype if self.config.wide_sums or unit.dtype.itemsize >= 4 else wire
-        # What comes to the host has crossed to it as it was sent, so that 16 bits travel.
-        arrived = wire if self._link is not None and unit.dtype.itemsize < 4 else wide
-        if self._comm.world_size == 1:
-            wire = arrived  # nothing is sent
-        # Whole gradients also hold the sum over micro-batches that are not reduced one by one.
-        return GradientDtypes(wide if whole else unit.dtype, wire, arrived, reduced=wide)
 
     def binding(self, optimizer: Optimizer) -> OptimizerBinding | None:
         """The binding of ``optimizer``; None if its parameters are not sharded."""

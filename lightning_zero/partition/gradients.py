@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm import Comm, Work
+from lightning_zero.config import EngineConfig
 from lightning_zero.partition import handle
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
 from lightning_zero.partition.unit import ShardedBuffer, State, Unit, in_memory_order, write_changes
@@ -38,6 +39,19 @@ class GradientDtypes:
     """Of the reduced sum that this rank keeps."""
 
 
+def gradient_dtypes(unit: Unit, config: EngineConfig, world_size: int, crosses: bool) -> GradientDtypes:
+    """The contract for one unit; ``crosses``: its gradients are kept on the host."""
+    wire = config.reduce_dtype or unit.dtype
+    wide = unit.main.dtype if config.wide_sums or unit.dtype.itemsize >= 4 else wire
+    # What comes to the host has crossed to it as it was sent, so that 16 bits travel.
+    arrived = wire if crosses and unit.dtype.itemsize < 4 else wide
+    if world_size == 1:
+        wire = arrived  # nothing is sent
+    # Whole gradients also hold the sum over micro-batches that are not reduced one by one.
+    local = wide if config.residence.whole_gradients else unit.dtype
+    return GradientDtypes(local, wire, arrived, reduced=wide)
+
+
 class UnitGradients:
     """The gradients of one unit.
 
@@ -46,8 +60,8 @@ class UnitGradients:
     """
 
     def __init__(
-        self, unit: Unit, comm: Comm, pool: BufferPool, ledger: Ledger, whole: bool, dtypes: GradientDtypes,
-        on_access: Callable[[ShardedBuffer, Tensor], None], link: Link | None = None,
+        self, unit: Unit, comm: Comm, pool: BufferPool, ledger: Ledger, whole: bool,
+        on_access: Callable[[ShardedBuffer, Tensor], None], link: Link | None, dtypes: GradientDtypes,
     ) -> None:  # fmt: skip
         self.unit = unit
         self.layout = unit.layout

@@ -1,0 +1,126 @@
+"""The hooks of the strategy that save and load checkpoints, each a line or two into the engine and `checkpoint`."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.checkpoint.file import FileCheckpointIO
+from lightning_zero.checkpoint.folder import FolderCheckpoint, is_folder
+from lightning_zero.checkpoint.saving import FolderSaver, failing_together, saves_in_background
+from lightning_zero.checkpoint.training import OWN_KEY, from_folder, load_optimizers
+from lightning_zero.comm import Comm
+from lightning_zero.config import EngineConfig
+from lightning_zero.partition.engine import ZeroEngine
+from lightning_zero.partition.optimizer import StateForm
+
+
+class SavesShards(DDPStrategy):
+    """Collects and cuts what a checkpoint holds; ``state_dict_type`` says whether that is a file or a folder."""
+
+    state_dict_type: Literal["full", "sharded"]
+    config: EngineConfig
+    engine: ZeroEngine | None
+    _optimizer_engine: ZeroEngine | None
+    _comm: Comm | None
+    _folders: FolderSaver
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        engine, sharded = self.engine, self.state_dict_type == "sharded"
+        if engine is None or not engine.units or (engine.closed and not sharded):
+            return super().lightning_module_state_dict()
+        module = self.lightning_module
+        try:
+            state = module.state_dict(keep_vars=True)  # type: ignore[union-attr]
+        except TypeError:  # an override with a narrower signature
+            state = module.state_dict()  # type: ignore[union-attr]
+        if not sharded:
+            return engine.whole_state_dict(state, keep=self._state_form() is StateForm.WHOLE)
+        engine.meet("collecting shards of the module's weights")
+        return state  # cut when it is written: until then hooks may look
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        engine = self._optimizer_engine
+        if engine is None or engine.binding(optimizer) is None:
+            return super().optimizer_state(optimizer)
+        with engine.state_as(self._state_form()):
+            return optimizer.state_dict()
+
+    def _state_form(self) -> StateForm:
+        """Rank 0 writes a file; hooks of the user, if there are any, look into the checkpoint on every rank."""
+        if self.state_dict_type == "sharded":
+            return StateForm.SHARDS
+        hooked = (self.lightning_module, *self._trainer.callbacks)  # type: ignore[attr-defined]
+        keeps = self.is_global_zero or any(is_overridden("on_save_checkpoint", one) for one in hooked)
+        return StateForm.WHOLE if keeps else StateForm.NOTHING
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._comm is None or self.lightning_module is None:
+            raise RuntimeError("a checkpoint was saved before ZeroStrategy.setup")
+        engine = self._optimizer_engine
+        with failing_together(self._comm, self.config.read_timeout):
+            if self.state_dict_type == "full":
+                if engine is not None and "optimizer_states" in checkpoint:
+                    # Half precision: the file's weights are 16-bit, training goes on from the masters beside them.
+                    masters = engine.masters(keep=self.is_global_zero)
+                    if masters:
+                        checkpoint = {**checkpoint, OWN_KEY: {"masters": masters}}
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+                return
+            if storage_options is not None:
+                raise TypeError("`save_checkpoint(..., storage_options=...)` does not go with state_dict_type='sharded'")
+        engine = self.engine or engine
+        if engine is not None:
+            engine.meet("saving shards")  # hooks may have read parameters
+        background = saves_in_background(self._checkpoint_io)
+        self._folders.save(checkpoint, filepath, self.lightning_module, engine, self.optimizers, self._comm, background)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._folders.then(partial(super().remove_checkpoint, filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._folders.wait()
+        if not is_folder(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        sharded = self.engine is not None and self.engine.units and not self.engine.closed
+        into = {} if sharded or self.lightning_module is None else self.lightning_module.state_dict()
+        return from_folder(FolderCheckpoint(checkpoint_path, weights_only), into)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        load_optimizers(checkpoint, self.optimizers, self._trainer.lightning_module, self.engine, self.root_device)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FileCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = FileCheckpointIO()  # unless it has one
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def _trainer(self) -> "pl.Trainer":
+        if self.lightning_module is None:
+            raise RuntimeError("the strategy is not connected to a LightningModule")
+        return self.lightning_module.trainer
