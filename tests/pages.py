@@ -49,7 +49,7 @@ def run_page(name: str, code: list[tuple[int, str]]) -> str:
     """The traceback of the first block that fails; empty if all run."""
     namespace: dict[str, Any] = {"__name__": f"page {name}", "pl": pl, "torch": torch, "nn": nn, "Trainer": QuietTrainer}
     namespace |= {public: getattr(lightning_zero, public) for public in lightning_zero.__all__}
-    namespace |= {"model": Model(), "data": Data(), "Model": Model}
+    namespace |= {"model": Model(), "data": Data(), "Model": Model, "Block": nn.Linear}
     os.environ.pop("WORLD_SIZE", None)  # as a reader's shell has it
     trainer, pl.Trainer = pl.Trainer, QuietTrainer
     try:
