@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -47,8 +46,8 @@ from lightning_zero.config import (
 from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
 from lightning_zero.offload.update import HostUpdate, default_threads
-from lightning_zero.partition.engine import ZeroEngine, check_module
-from lightning_zero.partition.grouping import check_synced_norm, outline
+from lightning_zero.partition.engine import ZeroEngine
+from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
 from lightning_zero.partition.optimizer import StateForm
 from lightning_zero.plugins import TakesPlugins
 from lightning_zero.transfer import Link, StreamLink
@@ -172,7 +171,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins):
         if fitting and self.world_size > 1:
             check_synced_norm(self.model, self.root_device)
         if self._shards(fitting):
-            check_module(self.model, self.config)
+            check_module(self.model, self.config.residence.whole_parameters)
         if not (self._shards(fitting) and isinstance(self.precision_plugin, HalfPrecision)):
             self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -244,7 +243,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins):
             self.config,
             dtypes=replace(self.precision_plugin.parameter_dtypes(module), separate_main=on_host or beside),
             main_device=host if on_host else None,
-            wide_sums=self._wide_sums(module),
+            wide_sums=self.precision_plugin.wide_sums(self._trainer),
         )
 
     def _make_updater(self, link: Link | None) -> HostUpdate | None:
@@ -270,17 +269,6 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins):
 
     def _delays(self) -> bool:
         return self.delayed_from is not None and self._trainer.global_step >= self.delayed_from
-
-    def _wide_sums(self, module: "pl.LightningModule") -> bool:
-        """Whether reduced 16-bit gradients are added to or scaled before the optimizer sees them."""
-        trainer = self._trainer
-        return (
-            not module.automatic_optimization
-            or trainer.accumulate_grad_batches > 1
-            or any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-            or bool(trainer.gradient_clip_val)
-            or self.precision_plugin.scaler is not None
-        )
 
     @override
     def configure_ddp(self) -> None:
