@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import psutil
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_zero.comm import Comm
-from lightning_zero.config import DEFAULT_UNIT_SIZE_MB
+from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, EngineConfig
 from lightning_zero.estimate import MemoryEstimate, checked_precision, estimate_memory, short_bytes, short_count
 from lightning_zero.tables import ByteUnit, new_table, render
 
@@ -241,6 +242,31 @@ def compare(
         )  # fmt: skip
         options.append(_option(estimate, on_host, machine, activations, at_setup))
     return Plan(machine, tuple(sorted(options, key=lambda option: option.cost)), precision, at_setup)
+
+
+def choose(
+    module: nn.Module,
+    comm: Comm,
+    device: torch.device,
+    precision: str,
+    optimizer_multiplier: float,
+    offload: Sequence[bool],
+    config: EngineConfig,
+) -> Option:
+    """What a run that begins is to use, from what all its ranks see; says so. A collective.
+
+    Raises RuntimeError, with the reasons, if nothing fits.
+    """
+    plan = compare(
+        module, machine_of(comm, device, module), precision, optimizer_multiplier, offload=offload,
+        unit_size_mb=config.unit_bytes / 2**20, unit_policy=config.unit_policy, prefetch=config.prefetch,
+    )  # fmt: skip
+    if plan.chosen is None:
+        raise RuntimeError(
+            f"ZeroStrategy(stage='auto') has found nothing that fits; to try it all the same, name a stage.\n{plan}"
+        )
+    rank_zero_info(f"ZeroStrategy(stage='auto') has chosen {plan.chosen.name}. {' '.join(plan.reasons)}")
+    return plan.chosen
 
 
 def parse_bytes(size: float | str) -> float:

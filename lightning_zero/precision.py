@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
@@ -105,6 +106,16 @@ class ZeroPrecision(Precision):
             if isinstance(module, cls) and type(module).forward is cls.forward:
                 return names
         return ()
+
+    def wide_sums(self, trainer: Trainer) -> bool:
+        """Whether reduced 16-bit gradients are added to or scaled before the optimizer sees them."""
+        return (
+            not trainer.lightning_module.automatic_optimization
+            or trainer.accumulate_grad_batches > 1
+            or any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+            or bool(trainer.gradient_clip_val)
+            or self.scaler is not None
+        )
 
     def convert_buffers(self, module: nn.Module) -> None:
         """What ``convert_module`` does to buffers; parameters are converted as they are sharded."""

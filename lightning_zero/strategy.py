@@ -13,10 +13,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -41,9 +39,9 @@ from lightning_zero.config import (
 from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
 from lightning_zero.offload.update import HostUpdate, default_threads
-from lightning_zero.partition.engine import ZeroEngine, check_module
-from lightning_zero.partition.grouping import check_synced_norm, outline
-from lightning_zero.precision import ZeroPrecision, translate
+from lightning_zero.partition.engine import ZeroEngine
+from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
+from lightning_zero.plugins import TakesPlugins
 from lightning_zero.saving import SavesShards
 from lightning_zero.transfer import Link, StreamLink
 from lightning_zero.uneven import MeetsUnevenRanks, UnevenBatches
@@ -51,7 +49,7 @@ from lightning_zero.uneven import MeetsUnevenRanks, UnevenBatches
 _CLOSE_TIMEOUT_SECONDS = 10.0
 
 
-class ZeroStrategy(AnswersForeignArguments, MeetsUnevenRanks, SavesShards, DDPStrategy):
+class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, SavesShards):
     """Data-parallel training with sharded optimizer state, gradients and parameters (ZeRO, SC 20).
 
     The LightningModule needs no change and is never wrapped.
@@ -79,9 +77,6 @@ class ZeroStrategy(AnswersForeignArguments, MeetsUnevenRanks, SavesShards, DDPSt
         timeout: time limit of collectives.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``, as for DDPStrategy.
     """
-
-    _set_accelerator: "pl.accelerators.Accelerator | None" = None
-    _set_precision: ZeroPrecision | None = None
 
     def __init__(
         self,
@@ -156,32 +151,6 @@ class ZeroStrategy(AnswersForeignArguments, MeetsUnevenRanks, SavesShards, DDPSt
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
-    # Lightning takes the base class's private attributes for arguments of the constructor: a Trainer would refuse a
-    # strategy, or take over its precision, because of what an earlier Trainer has set. So that is kept apart.
-
-    @property
-    @override
-    def accelerator(self) -> "pl.accelerators.Accelerator | None":
-        return self._accelerator if self._set_accelerator is None else self._set_accelerator
-
-    @accelerator.setter
-    @override
-    def accelerator(self, accelerator: "pl.accelerators.Accelerator") -> None:
-        self._set_accelerator = accelerator
-
-    @property
-    @override
-    def precision_plugin(self) -> ZeroPrecision:
-        if self._set_precision is None:
-            self._set_precision = translate(self._precision_plugin or Precision())
-        return self._set_precision
-
-    @precision_plugin.setter
-    @override
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        """Lightning hands in its stock plugin for ``Trainer(precision=...)``."""
-        self._set_precision = None if precision_plugin is None else translate(precision_plugin)
-
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         if self.accelerator is None or self.model is None:
@@ -195,7 +164,7 @@ class ZeroStrategy(AnswersForeignArguments, MeetsUnevenRanks, SavesShards, DDPSt
         if fitting and self.world_size > 1:
             check_synced_norm(self.model, self.root_device)
         if self._shards(fitting):
-            check_module(self.model, self.config)
+            check_module(self.model, self.config.residence.whole_parameters)
         if not (self._shards(fitting) and isinstance(self.precision_plugin, HalfPrecision)):
             self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -228,26 +197,14 @@ class ZeroStrategy(AnswersForeignArguments, MeetsUnevenRanks, SavesShards, DDPSt
         return fitting or self.config.stage == 3
 
     def _choose(self, comm: Comm, precision: str) -> None:
-        """For ``stage="auto"``: the same choice on every rank, from what all of them see."""
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError("a stage was to be chosen before there is a LightningModule")
-        plan = planner.compare(
-            module,
-            planner.machine_of(comm, self.root_device, module),
-            precision,
-            optimizer_states(self.optimizers),
-            offload=(False, True) if self._given_offload is None else (True,),
-            unit_size_mb=self.config.unit_bytes / 2**20,
-            unit_policy=self.config.unit_policy,
-            prefetch=self.config.prefetch,
+        """For ``stage="auto"``: the same choice on every rank."""
+        offload = (False, True) if self._given_offload is None else (True,)
+        module = self._trainer.lightning_module
+        chosen = planner.choose(
+            module, comm, self.root_device, precision, optimizer_states(self.optimizers), offload, self.config
         )
-        if plan.chosen is None:
-            raise RuntimeError(f"ZeroStrategy(stage='auto') has found nothing that fits; to try it all the same, name a"
-                               f" stage.\n{plan}")  # fmt: skip
-        self.config = replace(self.config, stage=plan.chosen.stage)
-        self.offload = self._given_offload or (OffloadConfig() if plan.chosen.offload else None)
-        rank_zero_info(f"ZeroStrategy(stage='auto') has chosen {plan.chosen.name}. {' '.join(plan.reasons)}")
+        self.config = replace(self.config, stage=chosen.stage)
+        self.offload = self._given_offload or (OffloadConfig() if chosen.offload else None)
 
     def _setup_engine(self, comm: Comm, fitting: bool) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
@@ -279,7 +236,7 @@ class ZeroStrategy(AnswersForeignArguments, MeetsUnevenRanks, SavesShards, DDPSt
             self.config,
             dtypes=replace(self.precision_plugin.parameter_dtypes(module), separate_main=on_host or beside),
             main_device=host if on_host else None,
-            wide_sums=self._wide_sums(module),
+            wide_sums=self.precision_plugin.wide_sums(self._trainer),
         )
 
     def _make_updater(self, link: Link | None) -> HostUpdate | None:
@@ -305,17 +262,6 @@ class ZeroStrategy(AnswersForeignArguments, MeetsUnevenRanks, SavesShards, DDPSt
 
     def _delays(self) -> bool:
         return self.delayed_from is not None and self._trainer.global_step >= self.delayed_from
-
-    def _wide_sums(self, module: "pl.LightningModule") -> bool:
-        """Whether reduced 16-bit gradients are added to or scaled before the optimizer sees them."""
-        trainer = self._trainer
-        return (
-            not module.automatic_optimization
-            or trainer.accumulate_grad_batches > 1
-            or any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-            or bool(trainer.gradient_clip_val)
-            or self.precision_plugin.scaler is not None
-        )
 
     @override
     def configure_ddp(self) -> None:

@@ -14,12 +14,16 @@ import lightning_zero
 from tests.parity import RandomData
 
 
+class Block(nn.Sequential):
+    """What a page calls a block of the model."""
+
+
 class Model(pl.LightningModule):
     """What a page calls ``model``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.layers = nn.Sequential(Block(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layers(batch).square().mean()
@@ -49,7 +53,7 @@ def run_page(name: str, code: list[tuple[int, str]]) -> str:
     """The traceback of the first block that fails; empty if all run."""
     namespace: dict[str, Any] = {"__name__": f"page {name}", "pl": pl, "torch": torch, "nn": nn, "Trainer": QuietTrainer}
     namespace |= {public: getattr(lightning_zero, public) for public in lightning_zero.__all__}
-    namespace |= {"model": Model(), "data": Data(), "Model": Model, "Block": nn.Linear}
+    namespace |= {"model": Model(), "data": Data(), "Model": Model, "Block": Block}
     os.environ.pop("WORLD_SIZE", None)  # as a reader's shell has it
     trainer, pl.Trainer = pl.Trainer, QuietTrainer
     try:

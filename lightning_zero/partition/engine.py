@@ -16,7 +16,7 @@ from lightning_zero.partition import handle, hooks
 from lightning_zero.partition.clipping import GradientShards
 from lightning_zero.partition.elementwise import check_supported, state_bytes
 from lightning_zero.partition.gradients import GradientSync, UnitGradients, gradient_dtypes
-from lightning_zero.partition.grouping import check_modules, check_nothing_new, group_parameters
+from lightning_zero.partition.grouping import check_module, check_nothing_new, group_parameters
 from lightning_zero.partition.memory import BufferPool, Ledger
 from lightning_zero.partition.optimizer import OptimizerBinding, StateForm, Updater
 from lightning_zero.partition.outside import OutsideReads
@@ -69,7 +69,7 @@ class ZeroEngine:
         self.closed = False
         self.optimizers = optimizers = list(optimizers)
         self._states_counted = 0
-        check_module(module, config)
+        check_module(module, config.residence.whole_parameters)
         for optimizer in optimizers:
             check_supported(optimizer, self._names)
         if comm.world_size > 1 or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or self._needs_master():
@@ -582,13 +582,6 @@ class ZeroEngine:
             self._comm.close()
             if self._updater is not None:
                 self._updater.close()
-
-
-def check_module(module: nn.Module, config: EngineConfig) -> None:
-    """Refuse what cannot be sharded, by name."""
-    for name, parameter in module.named_parameters():
-        handle.check_shardable(name, parameter)
-    check_modules(module, config.residence.whole_parameters)
 
 
 def _in_backward() -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_zero.config import checked_unit_policy
+from lightning_zero.partition.handle import check_shardable
 
 UnitPolicy = Callable[..., bool]
 
@@ -87,8 +88,10 @@ def largest_automatic_unit(total_bytes: int, unit_bytes: int) -> int:
     return min(unit_bytes, max(total_bytes // _MIN_UNITS, _SMALLEST_UNIT_BYTES))
 
 
-def check_modules(root: nn.Module, whole_parameters: bool) -> None:
-    """Refuse modules that read parameters where no hook and no handle can notice, by name."""
+def check_module(root: nn.Module, whole_parameters: bool) -> None:
+    """Refuse what cannot be sharded, and modules that read parameters where no hook and no handle notices, by name."""
+    for name, parameter in root.named_parameters():
+        check_shardable(name, parameter)
     for name, module in root.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(
             p.requires_grad or not whole_parameters for p in module.parameters()
