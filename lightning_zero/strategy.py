@@ -52,6 +52,7 @@ from lightning_zero.partition.engine import ZeroEngine, check_module
 from lightning_zero.partition.grouping import check_synced_norm, outline
 from lightning_zero.partition.optimizer import StateForm
 from lightning_zero.precision import ZeroPrecision, translate
+from lightning_zero.stopping import stop_together
 from lightning_zero.transfer import Link, StreamLink
 from lightning_zero.uneven import UnevenBatches
 
@@ -390,6 +391,11 @@ class ZeroStrategy(AnswersForeignArguments, DDPStrategy):
             yield
 
     # -- ranks with different numbers of batches ---------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        if self.engine is not None and self.engine.units and self.world_size > 1:
+            stop_together(self._trainer, self.engine)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
