@@ -43,6 +43,7 @@ from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
 from lightning_zero.plugins import TakesPlugins
 from lightning_zero.saving import SavesShards
+from lightning_zero.stopping import stop_together
 from lightning_zero.transfer import Link, StreamLink
 from lightning_zero.uneven import MeetsUnevenRanks, UnevenBatches
 
@@ -327,6 +328,11 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
     def block_backward_sync(self) -> Generator:
         with nullcontext() if self.engine is None else self.engine.no_sync():
             yield
+
+    @override
+    def on_train_start(self) -> None:
+        if self.engine is not None and self.engine.units and self.world_size > 1:
+            stop_together(self._trainer, self.engine)
 
     # -- the user's side ---------------------------------------------------------------------------------------------
 

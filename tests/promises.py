@@ -89,6 +89,7 @@ TABLE: dict[str, tuple[Promises, Promises]] = {
             "branches": "test_hangs.py::Branches",
             "unused parameters": "test_hangs.py::DeadLayer",
             "numbers of training batches (the fewest count)": "test_hangs.py::test_training_ends_with_the_rank_that_has_the_fewest_batches",
+            "a stop signal to one": "../launch/test_failures.py::test_a_stop_signal_ends_all_ranks_after_the_same_batch",
             "numbers of evaluation batches": "test_hangs.py::test_evaluation_with_different_numbers_of_batches",
         },
         {

@@ -1,7 +1,7 @@
 """ZeroEngine: one per run, ties units, schedule, gradients and optimizers together."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -67,6 +67,9 @@ class ZeroEngine:
         self._updater = updater
         self._link = None if updater is None else updater.link
         self.closed = False
+        self.stop_wanted = False
+        """Set at any time, on any rank: ``on_stop`` is then called on all ranks in the same backward."""
+        self.on_stop: Callable[[], None] = lambda: None
         self.optimizers = optimizers = list(optimizers)
         self._states_counted = 0
         check_module(module, config.residence.whole_parameters)
@@ -268,9 +271,13 @@ class ZeroEngine:
         use, late = self._sync.local_use(), self._sync.late()
         if not self._schedule.active:
             self._schedule.begin("a backward outside of a step")
-        if not self._schedule.finish([fingerprint(use), fingerprint(late), self._outside.edits]):
+        stop = int(self.stop_wanted)  # read once: a signal may come at any time
+        if not self._schedule.finish([fingerprint(use), fingerprint(late), self._outside.edits ^ stop]):
             self._outside.compare_edits(self.units)
             use, late = self._any_rank(use), self._any_rank(late)
+            stop = int(self._comm.all_reduce(torch.tensor(stop), "max"))
+        if stop:
+            self.on_stop()
         before = self._sync.accumulated()
         self._outside.forget_edits()
         self._sync.flush(use, late)

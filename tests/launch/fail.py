@@ -6,6 +6,7 @@ Each rank leaves its process id in FOLDER.
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ class Failure(pl.Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         Path(self.folder, f"rank{trainer.global_rank}.pid").write_text(str(os.getpid()))
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.how.startswith("stop") and trainer.global_rank == 1:
+            time.sleep(1.0)  # the other rank waits for this one's shards by now
+            if self.how == "stop":
+                os.kill(int(Path(self.folder, "rank0.pid").read_text()), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        text = f"{type(exception).__name__} after {trainer.global_step} steps"
+        Path(self.folder, f"rank{trainer.global_rank}.end").write_text(text)
+        if isinstance(exception, SystemExit):
+            trainer.save_checkpoint(Path(self.folder, "stopped.ckpt"))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx != 1:

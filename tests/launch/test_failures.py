@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ["-m", "tests.launch.fail"]
@@ -31,6 +32,18 @@ def test_all_processes_end(case: str, tmp_path: Path) -> None:
     pids = [int(path.read_text()) for path in tmp_path.glob("rank*.pid")]
     assert len(pids) == 2
     assert wait_for_end(pids), "a rank lives on"
+
+
+@pytest.mark.parametrize("how", ["stop", "stop one"])
+def test_a_stop_signal_ends_all_ranks_after_the_same_batch(how: str, tmp_path: Path) -> None:
+    """While one rank is in a gather that the other has not come to; and where only one of them gets the signal."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*POPEN, how, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, timeout=90)
+    ends = [(tmp_path / f"rank{rank}.end").read_text() for rank in range(2)]
+    assert ends == ["SIGTERMException after 2 steps"] * 2
+    # The ranks are together, so a callback can still save.
+    assert torch.load(tmp_path / "stopped.ckpt", weights_only=True)["global_step"] == 2
+    assert wait_for_end([int(path.read_text()) for path in tmp_path.glob("rank*.pid")]), "a rank lives on"
 
 
 def wait_for_end(pids: list[int], seconds: float = 20.0) -> bool:
