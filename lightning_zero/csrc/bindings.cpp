@@ -72,4 +72,24 @@ NB_MODULE(_kernels, m) {
             return has_nonfinite(isa_named(isa), pointer<const void>(grad), static_cast<DType>(dtype), numel, num_threads);
         },
         nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "cross_entropy",
+        [](const std::string& isa, int64_t rows, int64_t classes, uintptr_t logits, int dtype, uintptr_t grad,
+           uintptr_t target, int64_t ignore_index, uintptr_t weight, double weight_sum, double label_smoothing,
+           double grad_scale, uintptr_t losses, int num_threads) {
+            const CrossEntropy arguments = {
+                pointer<const void>(logits), pointer<void>(grad), static_cast<DType>(dtype), classes,
+                pointer<const int64_t>(target), ignore_index, pointer<const float>(weight), weight_sum, label_smoothing,
+                grad_scale, pointer<double>(losses)};
+            cross_entropy(isa_named(isa), arguments, rows, num_threads);
+        },
+        nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "scale_rows",
+        [](const std::string& isa, int64_t rows, int64_t columns, uintptr_t x, int dtype, uintptr_t factors,
+           int num_threads) {
+            scale_rows(isa_named(isa), pointer<void>(x), static_cast<DType>(dtype), rows, columns,
+                       pointer<const float>(factors), num_threads);
+        },
+        nb::call_guard<nb::gil_scoped_release>());
 }

@@ -14,10 +14,13 @@ namespace {
 constexpr int64_t kCacheLine = 64;  // elements; keeps the threads' ranges on separate cache lines
 constexpr int64_t kAdamGrain = 1 << 17;  // starting a thread costs some ten microseconds, a step of this length eighty
 constexpr int64_t kScanGrain = 1 << 18;  // reading one array is some ten times cheaper than a step
+constexpr int64_t kSoftmaxGrain = 1 << 17;  // two exponentials for each element
 constexpr int64_t kSumBlock = 1 << 15;   // fixed, so that the sum does not depend on the threads
 
 // Streaming the copy pays when it would not have stayed in the cache for its next reader anyway.
 constexpr int64_t kStreamFrom = 1 << 22;
+
+int64_t rows_per_thread(int64_t grain, int64_t columns) { return columns < grain ? grain / (columns > 0 ? columns : 1) : 1; }
 
 #if defined(__x86_64__)
 // Not every compiler's __builtin_cpu_supports knows this one.
@@ -81,6 +84,18 @@ bool has_nonfinite(Isa isa, const void* grad, DType dtype, int64_t numel, int nu
         if (kernels->has_nonfinite(grad, dtype, begin, end)) found.store(true, std::memory_order_relaxed);
     });
     return found.load(std::memory_order_relaxed);
+}
+
+void cross_entropy(Isa isa, const CrossEntropy& rows, int64_t count, int num_threads) {
+    const KernelTable* kernels = table(isa);
+    parallel_for(count, num_threads, rows_per_thread(kSoftmaxGrain, rows.classes), 1,
+                 [&](int64_t begin, int64_t end) { kernels->cross_entropy(rows, begin, end); });
+}
+
+void scale_rows(Isa isa, void* x, DType dtype, int64_t count, int64_t columns, const float* factors, int num_threads) {
+    const KernelTable* kernels = table(isa);
+    parallel_for(count, num_threads, rows_per_thread(kScanGrain, columns), 1,
+                 [&](int64_t begin, int64_t end) { kernels->scale_rows(x, dtype, columns, factors, begin, end); });
 }
 
 }  // namespace lightning_zero

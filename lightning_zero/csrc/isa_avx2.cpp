@@ -38,6 +38,10 @@ struct Avx2 {
     // The instruction gives b where either is NaN; a NaN in a has to win, too.
     static reg max(reg a, reg b) { return _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
 
+    static reg exponent_of_low_bits(reg x) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 23));
+    }
+
     struct acc { __m256d low, high; };
     static acc acc_load(const double* x) { return {_mm256_loadu_pd(x), _mm256_loadu_pd(x + 4)}; }
     static void acc_store(double* out, acc x) {

@@ -40,6 +40,10 @@ struct Avx512 {
         return _mm512_mask_mov_ps(_mm512_max_ps(a, b), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
     }
 
+    static reg exponent_of_low_bits(reg x) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23));
+    }
+
     struct acc { __m512d low, high; };
     static acc acc_load(const double* x) { return {_mm512_loadu_pd(x), _mm512_loadu_pd(x + 8)}; }
     static void acc_store(double* out, acc x) {

@@ -36,6 +36,10 @@ struct Neon {
     static reg fma(reg a, reg b, reg c) { return vfmaq_f32(c, a, b); }
     static reg max(reg a, reg b) { return vmaxq_f32(a, b); }
 
+    static reg exponent_of_low_bits(reg x) {
+        return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(x), 23));
+    }
+
     struct acc { float64x2_t low, high; };
     static acc acc_load(const double* x) { return {vld1q_f64(x), vld1q_f64(x + 2)}; }
     static void acc_store(double* out, acc x) {

@@ -189,5 +189,7 @@ inline bool has_nonfinite(const void* grad, DType dtype, int64_t begin, int64_t 
     }
 }
 
+#include "cross_entropy_body.h"
+
 template <class V>
-constexpr KernelTable kTable = {&adam<V>, &sum_of_squares<V>, &has_nonfinite};
+constexpr KernelTable kTable = {&adam<V>, &sum_of_squares<V>, &has_nonfinite, &cross_entropy<V>, &scale_rows<V>};

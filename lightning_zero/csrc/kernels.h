@@ -50,11 +50,35 @@ struct AdamBuffers {
     bool stream_copy;
 };
 
-// What one instruction set provides: single-threaded loops over [begin, end).
+// Cross-entropy of rows of `classes` logits, and its gradient with respect to them:
+//
+//   loss = (1 - label_smoothing) * w[target] * -log p[target] + label_smoothing / classes * sum_j w[j] * -log p[j]
+//   grad = grad_scale * d loss / d logits
+//
+// with p the softmax of the row. grad is null where only losses are wanted, and may be the logits themselves. weight is
+// null where every class counts alike; weight_sum is its sum, or the number of classes. Rows whose target is
+// ignore_index get zeros; every other target lies in [0, classes).
+struct CrossEntropy {
+    const void* logits;
+    void* grad;
+    DType dtype;
+    int64_t classes;
+    const int64_t* target;
+    int64_t ignore_index;
+    const float* weight;
+    double weight_sum;
+    double label_smoothing;
+    double grad_scale;
+    double* losses;
+};
+
+// What one instruction set provides: single-threaded loops over [begin, end); for the last two, of rows.
 struct KernelTable {
     void (*adam)(const AdamFactors&, const AdamBuffers&, int64_t begin, int64_t end);
     double (*sum_of_squares)(const void* grad, DType, int64_t begin, int64_t end);
     bool (*has_nonfinite)(const void* grad, DType, int64_t begin, int64_t end);
+    void (*cross_entropy)(const CrossEntropy&, int64_t begin, int64_t end);
+    void (*scale_rows)(void* x, DType, int64_t columns, const float* factors, int64_t begin, int64_t end);
 };
 
 // Null where this build has no code for the instruction set.
@@ -70,5 +94,7 @@ bool isa_available(Isa isa);
 void adam_step(Isa isa, const AdamFactors& factors, AdamBuffers buffers, int64_t numel, int num_threads);
 double sum_of_squares(Isa isa, const void* grad, DType dtype, int64_t numel, int num_threads);
 bool has_nonfinite(Isa isa, const void* grad, DType dtype, int64_t numel, int num_threads);
+void cross_entropy(Isa isa, const CrossEntropy& rows, int64_t count, int num_threads);
+void scale_rows(Isa isa, void* x, DType dtype, int64_t count, int64_t columns, const float* factors, int num_threads);
 
 }  // namespace lightning_zero

@@ -90,6 +90,8 @@ struct Scalar {
     static reg fma(reg a, reg b, reg c) { return fused_multiply_add(a, b, c); }
     static reg max(reg a, reg b) { return a > b || a != a ? a : b; }  // a NaN on either side wins, as in torch
 
+    static reg exponent_of_low_bits(reg x) { return float_of(bits_of(x) << 23); }
+
     using acc = double;
     static acc acc_load(const double* x) { return *x; }
     static void acc_store(double* out, acc x) { *out = x; }

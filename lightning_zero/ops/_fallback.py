@@ -62,3 +62,55 @@ def sum_of_squares(grad: Tensor) -> float:
 
 def has_nonfinite(grad: Tensor) -> bool:
     return not bool(torch.isfinite(grad).all())
+
+
+def cross_entropy_rows(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    grad: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    grad_scale: Tensor | None,
+) -> Tensor:
+    """Return the loss of each row and write its gradient, a few rows at a time, by the formula in csrc/kernels.h."""
+    classes = logits.shape[1]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    losses = logits.new_zeros(len(logits), dtype=dtype)
+    if not logits.numel():
+        return losses
+    on_target, on_each = 1 - label_smoothing, label_smoothing / classes
+    each = torch.ones((), dtype=dtype, device=logits.device) if weight is None else weight
+    rows = max(1, _CHUNK // classes)
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        counted = target[part] != ignore_index
+        at = target[part].where(counted, 0).unsqueeze(1)
+        x = logits[part].to(dtype)
+        log_p = x - x.amax(1, keepdim=True)
+        log_p -= log_p.exp().sum(1, keepdim=True).log()
+        target_weight = on_target * each.expand(classes)[at]
+        loss = -target_weight * log_p.gather(1, at)
+        mass = target_weight
+        if label_smoothing:
+            loss -= on_each * (log_p * each).sum(1, keepdim=True)
+            mass = mass + on_each * each.expand(classes).sum()
+        losses[part] = loss.squeeze(1).masked_fill(~counted, 0)
+        if grad is not None:
+            g = log_p.exp_().mul_(mass)
+            if label_smoothing:
+                g -= on_each * each
+            g.scatter_(1, at, g.gather(1, at) - target_weight)
+            if grad_scale is not None:
+                g *= grad_scale
+            grad[part] = g.masked_fill_(~counted.unsqueeze(1), 0)
+    return losses
+
+
+def scale_rows_(rows: Tensor, factor: Tensor) -> None:
+    if factor.numel() == 1:
+        rows.mul_(factor.reshape(()))
+        return
+    size = max(1, _CHUNK // max(1, rows.shape[1]))
+    for part, factors in zip(rows.split(size), factor.split(size)):
+        part.copy_(part * factors.unsqueeze(1))

@@ -26,3 +26,21 @@ def adam_step(
 ) -> None: ...
 def sum_of_squares(isa: str, grad: int, dtype: int, numel: int, num_threads: int, /) -> float: ...
 def has_nonfinite(isa: str, grad: int, dtype: int, numel: int, num_threads: int, /) -> bool: ...
+def cross_entropy(
+    isa: str,
+    rows: int,
+    classes: int,
+    logits: int,
+    dtype: int,
+    grad: int,
+    target: int,
+    ignore_index: int,
+    weight: int,
+    weight_sum: float,
+    label_smoothing: float,
+    grad_scale: float,
+    losses: int,
+    num_threads: int,
+    /,
+) -> None: ...
+def scale_rows(isa: str, rows: int, columns: int, x: int, dtype: int, factors: int, num_threads: int, /) -> None: ...
