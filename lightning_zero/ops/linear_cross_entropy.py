@@ -127,6 +127,7 @@ def _chunked(
         grad = logits if any(wanted) else None
         losses.append(problem.losses(logits, grad, kept_scale, start))
         if grad is None:
+            del logits  # before the next ones are made
             continue
         if scale.dim():
             problem.scale_rows_(grad, scale[part] / kept_scale)
@@ -138,6 +139,7 @@ def _chunked(
             grad_weight += grad.t() @ hidden[part]
         if grad_bias is not None:
             grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+        del logits, grad
     total = torch.cat(losses) if losses else hidden.new_zeros(0, dtype=problem.sums)
     return total, (
         grad_hidden,
