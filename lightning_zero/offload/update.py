@@ -91,7 +91,8 @@ class HostUpdate:
         for item in (item for group in groups for item in group.items):
             key = item.unit.index, item.grad.dtype
             if key not in kept:
-                kept[key] = self._kept.take(item.unit.layout.shard_numel, item.grad.dtype)
+                # Zeros for the padding, over which kernels run as well.
+                kept[key] = self._kept.take(item.unit.layout.shard_numel, item.grad.dtype).zero_()
             item.grad = kept[key][item.start : item.start + item.grad.numel()].copy_(item.grad)
         return list(kept.values())
 
