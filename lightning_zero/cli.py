@@ -1,13 +1,9 @@
 """The console script ``lightning-zero``: what a model will need, whether this machine is ready, and one file from many."""
 
 import argparse
-import importlib
-import json
 import os
-import sys
 from collections.abc import Sequence
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -16,6 +12,7 @@ from torch import nn
 from lightning_zero import doctor
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.estimate import KINDS, SIZES, MemoryEstimate, estimate_memory, short_count
+from lightning_zero.meta import build_from_config, build_on_meta
 from lightning_zero.planner import make_plan
 from lightning_zero.tables import ByteUnit, new_table, render
 
@@ -57,34 +54,6 @@ def parse_count(text: str) -> int:
     if not 1 <= count < float("inf"):
         raise ValueError(f"the number of parameters must be at least 1 and finite, got {given!r}")
     return round(count)
-
-
-def build_on_meta(path: str, init_args: str = "{}") -> nn.Module:
-    """Call what ``package.module:Class`` names, with keyword arguments given as JSON, without allocating anything."""
-    module_name, _, attribute = path.partition(":")
-    sys.path.insert(0, os.getcwd())  # a console script does not look there by itself
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import {attribute!r} from {module_name!r}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    try:
-        kwargs = json.loads(init_args)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--init-args must be a JSON object, got {init_args!r}: {error}") from error
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"--init-args must be a JSON object, got {init_args!r}")
-    try:
-        with torch.device("meta"):
-            module = factory(**kwargs)
-    except Exception as error:
-        raise ValueError(
-            f"{path} could not be built on the meta device with the arguments {kwargs}: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"{path} must give a torch.nn.Module, got {type(module).__qualname__}")
-    return module
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -155,7 +124,9 @@ def _consolidate(folder: str, file: str) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", help="a number of parameters (7.5B), or package.module:Class, built on the meta device"
+        "model",
+        help="a number of parameters (7.5B); package.module:Class, built on the meta device; or a config.json of Hugging"
+        " Face, or the folder it is in",
     )
     parser.add_argument("--init-args", default="{}", metavar="JSON", help="keyword arguments for the class")
     parser.add_argument(
@@ -168,6 +139,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _model(arguments: argparse.Namespace) -> nn.Module | int:
+    if arguments.model.endswith(".json") or os.path.isdir(arguments.model):
+        return build_from_config(arguments.model)
     if ":" in arguments.model:
         return build_on_meta(arguments.model, arguments.init_args)
     return parse_count(arguments.model)

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.metadata
+import json
 import re
 import runpy
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import cli, disk, doctor, ops
+from lightning_zero import cli, disk, doctor, meta, ops
 from lightning_zero.ops._native import ISA_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,24 @@ def test_a_module_is_built_without_allocating(capsys: pytest.CaptureFixture[str]
     assert rows(capsys.readouterr().out)["model states"] == ["8.00", "8.00", "4.00", "0.01"]
     cli.main(["estimate", path, "--init-args", '{"width": 1000}'])
     assert "1M parameters" in capsys.readouterr().out
-    assert cli.build_on_meta(path).layer.weight.device == torch.device("meta")
+    assert meta.build_on_meta(path).layer.weight.device == torch.device("meta")
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_config_of_hugging_face_is_a_model(tmp_path: Path, as_folder: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """7B parameters of Llama's shape: embedding and head 32000 x 4096 each, and 32 layers of four 4096 x 4096 and three
+    4096 x 11008 matrices and two norms; one norm more."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    model = meta.build_from_config(str(tmp_path if as_folder else file))
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert sum(p.numel() for p in model.parameters()) == 2 * 32000 * 4096 + 32 * layer + 4096 == 6_738_415_616
+    assert cli.main(["estimate", str(file)]) == 0
+    assert "6.738B parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -92,6 +110,7 @@ def test_a_module_is_built_without_allocating(capsys: pytest.CaptureFixture[str]
         ([f"{__name__}:not_a_module"], "must give a torch.nn.Module, got int"),
         (["torch.nn:Linear", "--init-args", "{"], "--init-args must be a JSON object, got '{'"),
         (["torch.nn:Linear", "--init-args", "[1]"], r"--init-args must be a JSON object, got '\[1\]'"),
+        (["no_such_folder/config.json"], "no model could be built from 'no_such_folder/config.json'"),
         (["1B", "--ranks", "0"], "world_size must be an integer of at least 1, got 0"),
         (["1B", "--precision", "8-bit"], "precision must be one of 32-true, .*, got '8-bit'"),
         (["1,5B", "--backend", "mpi"], "invalid choice: 'mpi'"),
