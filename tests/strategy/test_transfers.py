@@ -60,7 +60,7 @@ def test_distance_changes_nothing(variant: str, monkeypatch: pytest.MonkeyPatch)
     is then kept in fp32 (loss scaling), that is one rounding more."""
     monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
     exact = variant != "16-true"
-    for world in (1, 2):
+    for world in (1, 2) if variant == "bf16-mixed" else (2,):
         for results in run(world, near_and_far, "adamw_fused", *VARIANTS[variant]):
             compare(results, exact)
 
