@@ -44,7 +44,8 @@ def build_from_config(path: str) -> nn.Module:
     except ImportError as error:
         raise ValueError(f"{path!r} is taken for a config of Hugging Face: pip install transformers") from error
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        # A name that is no path would be looked for on the network.
+        config = transformers.AutoConfig.from_pretrained(os.path.realpath(path, strict=True))
         name = (config.architectures or [""])[0]
         with torch.device("meta"):
             model = getattr(transformers, name)(config) if name else transformers.AutoModel.from_config(config)

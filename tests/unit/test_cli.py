@@ -176,7 +176,7 @@ def test_doctor_measures_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_doctor_names_a_folder_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing"
     assert cli.main(["doctor", "--path", str(missing)]) == 1
-    assert "PROBLEM: " in capsys.readouterr().out
+    assert "PROBLEM:" in capsys.readouterr().out
     with pytest.raises(OSError, match="bytes are free"):
         disk.measure(tmp_path, 2**60)
     assert list(tmp_path.iterdir()) == []
