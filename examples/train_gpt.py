@@ -215,6 +215,8 @@ class Report(Callback):
             model.print(f"before training: validation {describe(self.val_losses[-1])}")
 
     def on_train_epoch_end(self, trainer: Trainer, model: LightningModule) -> None:
+        if "val_loss" not in trainer.callback_metrics:
+            return  # stopped within the epoch, by max_steps
         self.train_losses.append(combined(trainer, "train_loss_epoch"))
         self.val_losses.append(combined(trainer, "val_loss"))
         model.print(
@@ -225,7 +227,8 @@ class Report(Callback):
     def on_train_end(self, trainer: Trainer, model: LightningModule) -> None:
         sample = model.generate(self.prompt, self.sample_length)
         for kind, losses in (("training", self.train_losses), ("validation", self.val_losses)):
-            model.print(f"{kind}: from {describe(losses[0])} to {describe(losses[-1])}")
+            if losses:
+                model.print(f"{kind}: from {describe(losses[0])} to {describe(losses[-1])}")
         model.print(f"\nA sample that starts with {self.prompt!r}:\n\n{sample}\n")
 
 

@@ -351,6 +351,11 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
             yield
 
     @property
+    def stage(self) -> int:
+        """1, 2 or 3; with ``stage="auto"``, what was chosen (1 until then)."""
+        return self.config.stage
+
+    @property
     def last_grad_norm(self) -> Tensor | None:
         """The 2-norm over all ranks of the gradients that were last clipped by norm, before that (0-dim, unscaled).
 

@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+
+# Keyword arguments of torch.utils.checkpoint.checkpoint that a policy may give; it is never reentrant.
+_SETTINGS = {"context_fn", "determinism_check", "preserve_rng_state", "debug", "early_stop"}
 
 Chooser = Callable[[str, nn.Module], "bool | Mapping[str, Any]"]
 
@@ -32,7 +36,7 @@ def checked_policy(policy: Any) -> Chooser | None:
         policy = (policy,)
     if callable(policy):
         return _of_callable(policy)
-    if isinstance(policy, Iterable):
+    if isinstance(policy, Iterable) and not isinstance(policy, Mapping):
         chosen = tuple(policy)
         classes = tuple(one for one in chosen if isinstance(one, type) and issubclass(one, nn.Module))
         patterns = tuple(one for one in chosen if isinstance(one, str))
@@ -74,10 +78,10 @@ class Recomputation:
             full = f"{name}.{child_name}" if name else child_name
             if child in self._modules:
                 continue  # used in two places
-            settings = chooser(full, child)
+            settings = _checked_settings(chooser(full, child), full)
             # Containers without a forward of their own are not called; their parts may be meant.
-            if settings and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                child.forward = _Recomputed(child, settings if isinstance(settings, Mapping) else {})
+            if settings is not None and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                child.forward = _Recomputed(child, settings)
                 self.names.append(full)
                 self._modules.append(child)
             else:
@@ -104,7 +108,18 @@ class _Recomputed:
         forward = self._forward()
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **self._settings, **kwargs)
+        # One tensor may be given several times, and the module may look whether it is (attention does): what is kept for
+        # the recompute comes back as another object each time, so each is kept once.
+        leaves, structure = tree_flatten((args, kwargs))
+        distinct = {id(leaf): leaf for leaf in leaves}
+        order = {key: index for index, key in enumerate(distinct)}
+        places = [order[id(leaf)] for leaf in leaves]
+
+        def run(*kept: Any) -> Any:
+            args, kwargs = tree_unflatten([kept[place] for place in places], structure)
+            return forward(*args, **kwargs)
+
+        return checkpoint(run, *distinct.values(), use_reentrant=False, **self._settings)
 
     def _forward(self) -> Callable:
         return self._own if self._own is not None else type(self._module).forward.__get__(self._module)
@@ -123,6 +138,23 @@ class _Recomputed:
         return other
 
 
+def _checked_settings(answer: Any, name: str) -> Mapping[str, Any] | None:
+    """Keyword arguments for a module that is chosen, None for one that is not."""
+    if isinstance(answer, Mapping):
+        unknown = sorted(set(answer) - _SETTINGS)
+        if unknown:
+            raise ValueError(
+                f"activation_checkpointing_policy gives {', '.join(map(repr, unknown))} for {name!r}: known are"
+                f" {', '.join(sorted(_SETTINGS))}"
+            )
+        return answer
+    if answer is None or isinstance(answer, bool):
+        return {} if answer else None
+    raise TypeError(
+        f"activation_checkpointing_policy must return True, False or a dict of settings, got {answer!r} for {name!r}"
+    )
+
+
 def _some_children(root: nn.Module) -> str:
-    kinds = dict.fromkeys(type(module).__name__ for module in root.modules() if module is not root)
-    return ", ".join(list(kinds)[:5]) or "none, it has no submodules"
+    kinds = {type(module).__name__: name for name, module in root.named_modules() if module is not root}
+    return ", ".join(f"{kind} ({name!r})" for kind, name in list(kinds.items())[:5]) or "none, it has no submodules"

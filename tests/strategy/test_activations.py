@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.activations import offload as activation_offload
+from lightning_zero.activations.checkpointing import Recomputation, checked_policy
 from tests.harness import make_trainer, run
 from tests.parity import STAGES, TINY_UNIT_MB, Outcome, RandomData, assert_same, trained
 from tests.slow_link import FarStrategy
@@ -143,6 +144,34 @@ def test_recomputing_gathers_no_second_time(stage: int) -> None:
         assert with_policy == without
 
 
+class Attending(pl.LightningModule):
+    """Attention that is given one tensor three times, which it looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.first(batch).unsqueeze(0)
+        return self.attention(x, x, x, need_weights=False)[0].square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+
+def attending() -> dict[int, Outcome]:
+    strategy = {"activation_checkpointing_policy": nn.MultiheadAttention}
+    return {
+        0: trained(Attending, 0, data=(16, 6)),
+        **{s: trained(Attending, s, data=(16, 6), strategy_kwargs=strategy) for s in STAGES},
+    }
+
+
+def test_one_tensor_given_several_times_is_one_in_the_recompute() -> None:
+    assert_same(run(2, attending))
+
+
 class Counting(Net):
     """Counts the bytes that autograd saves in a forward."""
 
@@ -201,10 +230,25 @@ def around_fit() -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("policy", [3, [Block, 3], [nn.Module()], {"blocks": True, 3: 1}])
+@pytest.mark.parametrize("policy", [3, [Block, 3], [nn.Module()], {Block: True}])
 def test_what_is_no_policy_is_refused(policy: Any) -> None:
     with pytest.raises(TypeError, match="activation_checkpointing_policy must hold module classes or names"):
         ZeroStrategy(activation_checkpointing_policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        (lambda module: {"foo": 1}, ValueError, "gives 'foo' for 'embed': known are context_fn"),
+        (lambda module: {"use_reentrant": True}, ValueError, "gives 'use_reentrant' for 'embed'"),
+        (lambda module: "x", TypeError, "must return True, False or a dict of settings, got 'x' for 'embed'"),
+    ],
+)
+def test_what_a_policy_must_not_return(policy: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Recomputation(Net(), checked_policy(policy))
+    recomputation = Recomputation(Net(), checked_policy(lambda module: {} if isinstance(module, Block) else None))
+    assert recomputation.names == [f"blocks.{index}" for index in range(4)]
 
 
 def chooses_nothing() -> str:
