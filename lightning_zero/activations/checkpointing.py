@@ -64,28 +64,19 @@ class Recomputation:
     """The modules below ``root`` that are recomputed in backward. See [Note: a module that is recomputed]."""
 
     def __init__(self, root: nn.Module, chooser: Chooser) -> None:
-        self.names: list[str] = []
-        self._modules: list[nn.Module] = []
-        self._walk("", root, chooser)
-        if not self.names:
+        chosen: dict[nn.Module, tuple[str, Mapping[str, Any]]] = {}
+        _choose("", root, chooser, chosen)
+        if not chosen:
             raise ValueError(
                 "activation_checkpointing_policy chooses none of the module's parts: name classes or names that"
                 f" {type(root).__name__} has, such as {_some_children(root)}."
             )
 
-    def _walk(self, name: str, module: nn.Module, chooser: Chooser) -> None:
-        for child_name, child in module.named_children():
-            full = f"{name}.{child_name}" if name else child_name
-            if child in self._modules:
-                continue  # used in two places
-            settings = _checked_settings(chooser(full, child), full)
-            # Containers without a forward of their own are not called; their parts may be meant.
-            if settings is not None and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                child.forward = _Recomputed(child, settings)
-                self.names.append(full)
-                self._modules.append(child)
-            else:
-                self._walk(full, child, chooser)
+        # Only now: a policy that raises has changed nothing.
+        self.names = [name for name, _ in chosen.values()]
+        self._modules = list(chosen)
+        for module, (_, settings) in chosen.items():
+            module.forward = _Recomputed(module, settings)
 
     def remove(self) -> None:
         """Give the modules their own ``forward`` back."""
@@ -136,6 +127,19 @@ class _Recomputed:
         other._module = copy.deepcopy(self._module, memo)
         other._settings, other._own = self._settings, copy.deepcopy(self._own, memo)
         return other
+
+
+def _choose(name: str, module: nn.Module, chooser: Chooser, chosen: dict[nn.Module, tuple[str, Mapping[str, Any]]]) -> None:
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        if child in chosen:
+            continue  # used in two places
+        settings = _checked_settings(chooser(full, child), full)
+        # Containers without a forward of their own are not called; their parts may be meant.
+        if settings is not None and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            chosen[child] = (full, settings)
+        else:
+            _choose(full, child, chooser, chosen)
 
 
 def _checked_settings(answer: Any, name: str) -> Mapping[str, Any] | None:

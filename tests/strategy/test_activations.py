@@ -245,8 +245,13 @@ def test_what_is_no_policy_is_refused(policy: Any) -> None:
     ],
 )
 def test_what_a_policy_must_not_return(policy: Any, error: type[Exception], message: str) -> None:
+    module = Net()
+    late = checked_policy(lambda child: True if isinstance(child, nn.Linear) and child.in_features == 6 else policy(child))
     with pytest.raises(error, match=message):
-        Recomputation(Net(), checked_policy(policy))
+        Recomputation(module, checked_policy(policy))
+    with pytest.raises(error):
+        Recomputation(module, late)
+    assert "forward" not in module.embed.__dict__  # chosen before the policy raised
     recomputation = Recomputation(Net(), checked_policy(lambda module: {} if isinstance(module, Block) else None))
     assert recomputation.names == [f"blocks.{index}" for index in range(4)]
 
