@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.fresh import environment
+
 SCRIPT = ["-m", "tests.launch.fail"]
 POPEN = [sys.executable, *SCRIPT]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SCRIPT]
@@ -23,9 +24,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_all_processes_end(case: str, tmp_path: Path) -> None:
     command, how, message = CASES[case]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, how, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90
+        [*command, how, str(tmp_path)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=90
     )
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
@@ -37,8 +37,7 @@ def test_all_processes_end(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["stop", "stop one"])
 def test_a_stop_signal_ends_all_ranks_after_the_same_batch(how: str, tmp_path: Path) -> None:
     """While one rank is in a gather that the other has not come to; and where only one of them gets the signal."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*POPEN, how, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, timeout=90)
+    subprocess.run([*POPEN, how, str(tmp_path)], cwd=tmp_path, env=environment(), capture_output=True, timeout=90)
     ends = [(tmp_path / f"rank{rank}.end").read_text() for rank in range(2)]
     assert ends == ["SIGTERMException after 2 steps"] * 2
     # The ranks are together, so a callback can still save.

@@ -1,7 +1,6 @@
 """Real launches: processes started by Lightning's launchers and by torchrun, not by the test harness."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fresh import environment
 from tests.harness import run
 from tests.launch.fit import Net
 from tests.parity import Outcome, trained
 
-ROOT = Path(__file__).parents[2]
 LAUNCHES = {
     "popen": [sys.executable, "-m", "tests.launch.fit", "popen"],
     "spawn": [sys.executable, "-m", "tests.launch.fit", "spawn"],
@@ -31,9 +30,8 @@ def reference() -> Outcome:
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_two_processes(launch: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*LAUNCHES[launch], str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
+        [*LAUNCHES[launch], str(tmp_path)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.fresh import environment
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 SPAWN = """
 try:
@@ -31,7 +33,8 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell(SPAWN))
     folder = tmp_path_factory.mktemp("notebook")
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client.execute(env=environment())
     return code_cells(notebook)
 
 

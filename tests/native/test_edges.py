@@ -1,7 +1,6 @@
 """What the door to the kernels refuses, how it chooses, and what runs where they are missing."""
 
 import itertools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,10 @@ import torch
 
 from lightning_zero.offload import CPUAdam
 from lightning_zero.ops import AdamOptions, adam_step_, available_isas, has_nonfinite, native_isa, sum_of_squares
+from tests.fresh import environment
 from tests.native.conftest import UseIsa
 from tests.native.state import COPY_DTYPES, GRAD_DTYPES, make_state
 
-ROOT = Path(__file__).parents[2]
 BACKENDS = (*available_isas(), "torch")
 
 strided = torch.zeros(16)[::2]
@@ -125,8 +124,8 @@ torch.save([p.detach() for p in params], sys.argv[1])
 
 def test_without_the_extension_torch_steps_in_and_says_so_once(tmp_path: Path) -> None:
     file = tmp_path / "params.pt"
-    environment = {name: value for name, value in os.environ.items() if name != "LIGHTNING_ZERO_ISA"}
-    subprocess.run([sys.executable, "-c", HIDDEN, str(file)], check=True, cwd=ROOT, env=environment, timeout=60)
+    variables = {name: value for name, value in environment().items() if name != "LIGHTNING_ZERO_ISA"}
+    subprocess.run([sys.executable, "-c", HIDDEN, str(file)], check=True, cwd=tmp_path, env=variables, timeout=60)
     params = [torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (5, 64)]
     optimizer = CPUAdam(params, lr=1e-2, weight_decay=0.1)
     for step in range(3):
