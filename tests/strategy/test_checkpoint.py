@@ -197,13 +197,13 @@ def test_the_file_loads_in_one_process_with_the_class_s_own_loader(saved: tuple[
             module(torch.ones(2, WIDTH)).sum().backward()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_resume_at_any_rank_count_and_stage(world: int, saved: tuple[Path, dict[str, Any]]) -> None:
     folder, unbroken = saved
     files = [str(folder / stage / name) for stage in ("0", "3") for name in ("epoch=0-step=4.ckpt", "after.ckpt")]
     wanted = {**unbroken, "losses": unbroken["losses"][4:], "rates": unbroken["rates"][4:]}
     assert len(wanted["losses"]) == 4
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if world == 3 else {}
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if world > 2 else {}
     for resumed in run(world, resume_at_every_stage, files):
         for got in resumed:
             assert_same_content(got, wanted, **tolerance)

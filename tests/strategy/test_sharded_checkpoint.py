@@ -184,7 +184,7 @@ def resume(folder: str) -> list[tuple[str, dict[str, Any]]]:
     return results
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_resume_at_any_rank_count_and_stage(
     world: int, saved: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +426,27 @@ def look_into(folder: str) -> dict[str, Any]:
             results[name, form, stage] = train(make, "32-true", settings, path, callbacks=averaging())[1]
         results[name, "unbroken", 2] = train(make, "32-true", {"stage": 2}, callbacks=averaging())[1]
     return results
+
+
+class Edits(Wide):
+    """Whose hook changes a weight while it is being saved."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        with torch.no_grad():
+            self.half_frozen.bias.fill_(7.0)
+
+
+def edit_while_saving(folder: str) -> None:
+    for stage in (1, 2, 3):
+        settings = {"stage": stage, "state_dict_type": "sharded", "unit_size_mb": TINY_UNIT_MB}
+        train(Edits, "32-true", settings, max_epochs=1, callbacks=[SavesAtTheEnd(f"{folder}/{stage}.ckpt")])
+
+
+def test_what_a_hook_changes_while_saving_is_saved(tmp_path: Path) -> None:
+    run(2, edit_while_saving, str(tmp_path))
+    for stage in (1, 2, 3):
+        consolidate(tmp_path / f"{stage}.ckpt", tmp_path / f"{stage}.pt")
+        assert load(tmp_path / f"{stage}.pt")["state_dict"]["half_frozen.bias"].unique().tolist() == [7.0]
 
 
 class SavesAtTheEnd(pl.Callback):
