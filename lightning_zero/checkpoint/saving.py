@@ -68,10 +68,12 @@ class FolderSaver:
     ) -> None:
         """Save Lightning's ``checkpoint`` (see :func:`to_folder`). All ranks call it; raises what a save in the
         background has failed with, or OSError."""
-        self.check()
+        answers = comm.all_gather_object((os.fspath(path), uuid.uuid4().hex, self._has_failed()))
+        if any(failed for *_, failed in answers):
+            self.wait()  # raises: a save fails on all ranks, but on one it may still be under way
+        place, token, _ = answers[0]
         state, meta = to_folder(checkpoint, module, engine, optimizers)
         meta = apply_to_collection(meta, Sharded, Tensor.detach)  # gathered here: only rank 0 writes them
-        place, token = comm.all_gather_object((os.fspath(path), uuid.uuid4().hex))[0]
         group = comm.storage_group
         if in_background:
             state, meta = apply_to_collection((state, meta), (TensorShard, Tensor), _copy)
@@ -93,12 +95,10 @@ class FolderSaver:
         for future in pending:
             future.result()
 
-    def check(self) -> None:
-        """Raise what a save has failed with."""
-        failed = [one for one in self._pending if one.done() and one.exception() is not None]
-        self._pending = [one for one in self._pending if not one.done()]
-        for future in failed:
-            future.result()
+    def _has_failed(self) -> bool:
+        """Whether a save that is over has failed; those that went well are forgotten."""
+        self._pending = [one for one in self._pending if not one.done() or one.exception() is not None]
+        return any(one.done() for one in self._pending)
 
     def close(self) -> None:
         """Wait, and end the thread."""

@@ -7,7 +7,9 @@ import os
 import pickle
 import resource
 import threading
+import time
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint import saving
 from lightning_zero.checkpoint.consolidate import consolidate
 from tests.harness import make_trainer, run
 from tests.parity import TINY_UNIT_MB, RandomData, Recorder, rank
@@ -348,13 +351,33 @@ def save_in_background(folder: str) -> dict[str, Any]:
     return results
 
 
+class RanksApart(pl.Callback):
+    """At the second save rank 1 knows that the first one has failed, and rank 0 does not."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if rank() == 0:
+            original = saving.save_folder
+
+            def slow(*args: Any) -> None:
+                try:
+                    original(*args)
+                finally:
+                    time.sleep(1.0)
+
+            saving.save_folder = slow
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3 and rank() == 1:
+            futures.wait(trainer.strategy._folders._pending)
+
+
 def fail_in_background(folder: str) -> str:
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, old[1]))
     settings = {"stage": 3, "state_dict_type": "sharded", "checkpoint_io": AsyncCheckpointIO()}
     with pytest.raises(OSError, match="could not be written: File too large") as error:
-        train(Wide, "32-true", settings, callbacks=[saver(folder, every_n_train_steps=2)])
+        train(Wide, "32-true", settings, callbacks=[saver(folder, every_n_train_steps=2), RanksApart()])
     return str(error.value)
 
 
