@@ -117,9 +117,18 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _consolidate(folder: str, file: str) -> None:
     columns = (TextColumn(file), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("")
-        consolidate(folder, file, lambda done, total: bar.update(task, completed=done, total=total))
+    bar = Bar(*columns, console=Console(stderr=True))
+    task = bar.add_task("")
+
+    def show(done: int, total: int) -> None:
+        bar.start()  # does so once, and not before there is something to show: an error may come first
+        bar.update(task, completed=done, total=total)
+
+    try:
+        consolidate(folder, file, show)
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -78,7 +78,7 @@ class MemoryEstimate:
     num_parameters: int
     precision: str
     formula: str
-    """Bytes of model states for P parameters, all of them trained, on N ranks."""
+    """Bytes of model states for P trained parameters on N ranks; averages where they differ in precision."""
     parameters: int
     gradients: int
     master: int
@@ -408,11 +408,15 @@ def _bytes_per_parameter(sizes: ItemSizes, states: float) -> dict[str, float]:
     }
 
 
-def _formula(sizes: ItemSizes, states: float, sharded: set[str]) -> str:
-    sizes_by_kind = _bytes_per_parameter(sizes, states)
-    whole = sum(size for kind, size in sizes_by_kind.items() if kind not in sharded)
-    shard = sum(size for kind, size in sizes_by_kind.items() if kind in sharded)
-    terms = [f"{whole:g}P"] * (whole > 0) + [f"{shard:g}P/N"] * (shard > 0)
+def _formula(parts: list[FlatPart], states: float, sharded: set[str]) -> str:
+    """On average over the parameters, which mixed precision computes with in 16 or in 32 bits."""
+    numel = sum(part.numel for part in parts)
+    whole = shard = 0.0
+    for part in parts:
+        for kind, size in _bytes_per_parameter(part.sizes, states).items():
+            share = size * part.numel / numel
+            whole, shard = (whole, shard + share) if kind in sharded else (whole + share, shard)
+    terms = [f"{whole:.3g}P"] * (whole > 0) + [f"{shard:.3g}P/N"] * (shard > 0)
     return " + ".join(terms)
 
 
@@ -433,13 +437,13 @@ def _estimate(
             # A frozen parameter has a master where steps compute with fewer bits than it came with.
             if part.trainable or kind in ("parameters", "master"):
                 held[kind] += numel * size / (world_size if kind in sharded else 1)
-    largest = max(parts, key=lambda part: part.numel)
+    trained = [part for part in parts if part.trainable]
     return MemoryEstimate(
         stage,
         world_size,
         sum(part.numel for part in parts),
         precision,
-        _formula(largest.sizes, states, sharded),
+        _formula(trained or parts, states, sharded),
         **{kind: round(nbytes) for kind, nbytes in held.items()},
         buffers=buffers,
         on_host=on_host,

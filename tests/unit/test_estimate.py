@@ -66,6 +66,15 @@ def test_formulas(precision: str, stage: int, formula: str, expected: int) -> No
     assert (it.formula, it.total) == (formula, expected)
 
 
+def test_the_formula_of_a_module_is_the_average_over_its_parameters() -> None:
+    """Autocast computes with linear layers in 16 bits (2 + 2 + 12 bytes a parameter) and with embeddings in 32 (4 + 4 + 8)."""
+    module = nn.Sequential(nn.Embedding(10, 10), nn.Linear(10, 30, bias=False))
+    assert estimate_memory(module, 2, 1, precision="bf16-mixed").formula == "5P + 11P/N"
+    module[1].weight.requires_grad_(False)
+    assert estimate_memory(module, 2, 1, precision="bf16-mixed").formula == "8P + 8P/N"
+
+
+
 def test_the_optimizer_multiplier_counts_states_of_the_masters_size() -> None:
     assert estimate_memory(P, N, 1, optimizer_multiplier=1).optimizer == 4 * P // N
     assert estimate_memory(P, N, 1, optimizer_multiplier=0).formula == "8P"
