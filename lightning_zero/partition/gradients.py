@@ -70,6 +70,7 @@ class UnitGradients:
         self.expected = 0
         """Parameters whose gradient is to come in this backward."""
         self.arrived = 0
+        """Parameters whose gradient has come; it may come again (a parameter inside and outside a reentrant recompute)."""
         self.filled = 0
         """Parameters with something in ``flat``."""
         self.accumulated = 0
@@ -120,7 +121,7 @@ class UnitGradients:
 
     @property
     def is_complete(self) -> bool:
-        return self.expected != 0 and self.arrived >= self.expected
+        return self.expected != 0 and not self.expected & ~self.arrived
 
     def begin_backward(self) -> None:
         """Look at what the user left in ``p.grad``: a cleared gradient is what clears the accumulated sum."""
@@ -133,7 +134,7 @@ class UnitGradients:
             bit = 1 << i
             with torch._C.DisableTorchFunctionSubclass():
                 if parameter.requires_grad:
-                    self.expected += 1
+                    self.expected |= bit
                 grad = parameter.grad
                 if grad is self.handles[i]:
                     kept |= bit
@@ -170,7 +171,7 @@ class UnitGradients:
                 parameter.grad = None
         self.filled |= bit
         self.used |= bit
-        self.arrived += 1
+        self.arrived |= bit
 
     def show_local(self) -> None:
         """After a backward without reduction: ``p.grad`` is the local sum, as it is under DDP's ``no_sync``."""
@@ -186,9 +187,12 @@ class UnitGradients:
     def launch(self, scale: float) -> None:
         """Start reducing the flat buffer; parameters without a gradient here contribute zeros."""
         flat = self._flat if self._flat is not None else self._pool.take(self.layout, self.dtypes.local)
-        for i, view in enumerate(flat.views):
+        for i, (view, parameter) in enumerate(zip(flat.views, self.unit.tensors, strict=True)):
             if not self.filled >> i & 1:
                 view.zero_()
+            with torch._C.DisableTorchFunctionSubclass():
+                if parameter.grad is view:
+                    parameter.grad = None  # what comes late must not be added to what is being sent
         self._flat = None
         if self.dtypes.wire != self.dtypes.local:
             narrow = self._pool.take(self.layout, self.dtypes.wire)
@@ -430,8 +434,9 @@ class GradientSync:
 
     def _adopt_order(self) -> None:
         """From now on send units in the order in which rank 0 completed them in the first backward."""
-        rest = [i for i in self._order if i not in self._observed]
-        order = torch.tensor(self._observed + rest, dtype=torch.int64, device=self._gradients[0].shard.device)
+        observed = list(dict.fromkeys(self._observed))  # what comes late completes a unit again
+        rest = [i for i in self._order if i not in observed]
+        order = torch.tensor(observed + rest, dtype=torch.int64, device=self._gradients[0].shard.device)
         self._comm.broadcast([order])
         self._order = order.tolist()
         self._order_is_observed = True

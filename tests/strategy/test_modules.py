@@ -656,6 +656,27 @@ class FrozenReentrant(FrozenRecompute):
 CASES.append(FrozenRecompute)
 
 
+class InsideAndOutside(Case):
+    """Weights used inside and outside a recompute: if it is reentrant their gradients come twice, and before others."""
+
+    use_reentrant = False
+    settings = {"accumulate_grad_batches": 2}
+    exact = False  # the two halves of a gradient are added in another order
+
+    def build(self) -> None:
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.between = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.between, self.first(x), use_reentrant=self.use_reentrant)
+        return F.linear(F.linear(x, self.between[0].weight), self.between[0].weight, self.between[0].bias)
+
+
+@case
+class InsideAndOutsideReentrant(InsideAndOutside):
+    use_reentrant = True
+
+
 @case
 class Teacher(Case):
     """A frozen copy run without gradients, in another mode, beside the student."""
@@ -768,7 +789,11 @@ def _decayed(rate: float, step: int) -> float:
 
 # DDP refuses reentrant recompute of frozen blocks, and does not average sparse gradients as it does dense ones. Without,
 # the numbers are the same.
-REFERENCES = {FrozenReentrant: FrozenRecompute, Embeddings: DenseEmbeddings}
+REFERENCES = {
+    FrozenReentrant: FrozenRecompute,
+    InsideAndOutsideReentrant: InsideAndOutside,
+    Embeddings: DenseEmbeddings,
+}
 
 
 def settings(module: type[Case]) -> dict[str, Any]:
