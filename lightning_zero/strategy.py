@@ -334,6 +334,9 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
         if self.engine is not None and self.engine.units and self.world_size > 1:
             stop_together(self._trainer, self.engine)
 
+    # Before it there may be a sanity check.
+    on_validation_start = on_test_start = on_predict_start = on_train_start
+
     # -- the user's side ---------------------------------------------------------------------------------------------
 
     @contextmanager

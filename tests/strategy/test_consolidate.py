@@ -68,7 +68,8 @@ def test_what_is_refused(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixt
             main(["consolidate", *arguments])
         assert stopped.value.code == 2
         err = capsys.readouterr().err
-        assert message in err and err.startswith("usage: ")
+        assert message in err
+        assert err.startswith("usage: ")
     assert (tmp_path / "there.ckpt").read_text() == "precious"
 
 

@@ -1,6 +1,9 @@
 """Ranks that go different ways: they end where DDP ends, or every one of them raises and says why."""
 
+import os
 import random
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
@@ -402,3 +406,45 @@ def test_what_only_one_rank_does_is_an_error() -> None:
             assert "save and step together" in message
             if action in ("read", "pickle", "gradient"):
                 assert "first.weight" in message
+
+
+# -- stop signals ----------------------------------------------------------------------------------------------------
+
+
+class StopWhileWaiting(pl.Callback):
+    """Rank 0 gets SIGTERM while it waits for rank 1, which is late for an evaluation batch."""
+
+    def __init__(self, both: bool) -> None:
+        self.both = both
+
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        self.pids: list[int] = [0, 0]
+        dist.all_gather_object(self.pids, os.getpid())
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        if trainer.global_rank == 1 and batch_idx == 1:
+            time.sleep(0.5)
+            for pid in self.pids if self.both else self.pids[:1]:
+                os.kill(pid, signal.SIGTERM)
+
+
+def stopped(method: str, stages: tuple[int, ...]) -> list[int]:
+    ends = []
+    for stage in stages:
+        callback = StopWhileWaiting(both=method == "validate")
+        trainer = make_trainer(".", strategy=make_strategy(stage, **UNIT), max_steps=9, callbacks=[callback])
+        train, validation = (DataLoader(RandomData(40, WIDTH), batch_size=2) for _ in range(2))
+        loaders = (train, validation) if method == "fit" else (validation,)
+        with pytest.raises(SIGTERMException):
+            getattr(trainer, method)(Validated(), *loaders)
+        ends.append(trainer.global_step if method == "fit" else trainer.validate_loop.batch_progress.current.completed)
+    return ends
+
+
+def test_a_stop_signal_in_the_sanity_check_ends_training_after_its_first_batch() -> None:
+    assert run(2, stopped, "fit", STAGES) == [[1, 1, 1]] * 2
+
+
+def test_a_stop_signal_in_evaluation_ends_it_with_the_batch() -> None:
+    """Ranks that gather are at the same one."""
+    assert run(2, stopped, "validate", (3,)) == [[2]] * 2

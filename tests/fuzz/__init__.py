@@ -1,0 +1,1 @@
+"""Random modules, settings and user code, trained at every stage against DDP."""
