@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
 
@@ -62,10 +62,8 @@ class Bare(nn.Module):
         self.shift = nn.Parameter(torch.randn(1, 1, WIDTH) / 10)
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.weights = nn.ParameterList(torch.randn(WIDTH) / 10 for _ in range(2))
-        self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
         return x * self.scale + self.shift + sum(w * x for w in self.weights) + self.empty.sum()
 
 
@@ -111,27 +109,27 @@ class Nested(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """With ``all_of_it`` nothing is left out of the recompute that only changes buffers: as if it were reentrant."""
-
-    def __init__(self, inner: nn.Module, use_reentrant: bool, all_of_it: bool) -> None:
+    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
         super().__init__()
-        self.inner, self.use_reentrant, self.all_of_it = inner, use_reentrant, all_of_it
+        self.inner, self.use_reentrant = inner, use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return self.inner(x)
-        with set_checkpoint_early_stop(not self.all_of_it):
-            return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant) if self.training else self.inner(x)
 
 
 class Builder:
-    """Draws modules; the same for the same seed. DDP knows no reentrant recompute of modules with unused parameters: with
-    ``reentrant=False`` those parts are recomputed in the other way."""
+    """Draws modules; the same for the same seed.
 
-    def __init__(self, seed: int, reentrant: bool = True) -> None:
+    DDP knows no reentrant recompute of modules with unused parameters: with ``reentrant=False`` those parts are recomputed
+    in the other way. How often running ``statistics`` are taken in a recompute is a matter of its kind, and ranks have
+    some of their own, which a checkpoint does not: there are none in recomputed parts, and none at all with False.
+    """
+
+    def __init__(self, seed: int, reentrant: bool = True, statistics: bool = True) -> None:
         self.draw = random.Random(seed)
         self.reentrant = reentrant
         self.recomputes = False
+        self.statistics = statistics
         self.linears: list[nn.Linear] = []
         self.blocks: list[nn.Module] = []
 
@@ -174,7 +172,8 @@ class Builder:
         return Attention(self.draw.random() < 0.5)
 
     def along_time(self, depth: int) -> nn.Module:
-        return AlongTime(self.draw.choice([nn.BatchNorm1d(WIDTH), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)]))
+        takes_statistics = self.draw.random() < 0.5 and self.statistics
+        return AlongTime(nn.BatchNorm1d(WIDTH) if takes_statistics else nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
 
     def bare(self, depth: int) -> nn.Module:
         return Bare()
@@ -191,7 +190,10 @@ class Builder:
     def recomputed(self, depth: int) -> nn.Module:
         reentrant = self.draw.choice([False, False, True])
         self.recomputes = True
-        return Recomputed(self.block(depth - 1), reentrant and self.reentrant, all_of_it=reentrant)
+        outside, self.statistics = self.statistics, False
+        inner = self.block(depth - 1)
+        self.statistics = outside
+        return Recomputed(inner, reentrant and self.reentrant)
 
     def tied(self, depth: int) -> nn.Module:
         layer = nn.Linear(WIDTH, WIDTH)

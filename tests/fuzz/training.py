@@ -38,6 +38,8 @@ class Plan:
     groups: int = 1
     hooks: tuple[str, ...] = ()
     manual: bool = False
+    resumed: str = ""
+    """The form of the checkpoint from which the second epoch goes on, at the next stage; none if it is one run."""
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
 
@@ -56,12 +58,13 @@ class Plan:
         self.strategy["unit_size_mb"] = draw.choice([1e-4, 5e-4, 1e-3, 1e-2, 32.0])
         self.strategy["prefetch"] = draw.choice([0, 1, 1, 3])
         self.strategy["offload"] = draw.random() < 0.25
+        self.resumed = draw.choice(["", "", "full", "sharded"])
 
     @property
     def exact(self) -> bool:
         """Whether the arithmetic is DDP's. Sums of three are in the backend's order; reentrant recompute adds up in another order, and on the host Adam
         rounds as torch's fused one does."""
-        builder = Builder(self.seed)
+        builder = Builder(self.seed, statistics=not self.resumed)
         builder.build()
         if dist.get_world_size() > 2 or builder.recomputes or (self.strategy["offload"] and self.optimizer.startswith("adam")):
             return False
@@ -72,7 +75,7 @@ class Drawn(pl.LightningModule):
     def __init__(self, plan: Plan, reentrant: bool) -> None:
         super().__init__()
         self.plan = plan
-        builder = Builder(plan.seed, reentrant)
+        builder = Builder(plan.seed, reentrant, statistics=not plan.resumed)
         self.layers = builder.build()
         self.automatic_optimization = not plan.manual
 
@@ -138,15 +141,21 @@ class Drawn(pl.LightningModule):
 
 
 def trained(plan: Plan, stage: int) -> Outcome:
-    torch.manual_seed(plan.seed)
-    module = Drawn(plan, reentrant=stage > 0)
-    recorder = Recorder()
-    strategy = make_strategy(stage, **(plan.strategy if stage else {}))
-    trainer = make_trainer(".", strategy=strategy, max_epochs=1, callbacks=[recorder], num_sanity_val_steps=0, **plan.trainer)
-    data = [DataLoader(RandomData(n, 4, WIDTH), batch_size=2) for n in (24, 8)]
-    torch.manual_seed(plan.seed + 1)
-    trainer.fit(module, *data)
-    return outcome(trainer, module, recorder.losses)
+    losses: list[float] = []
+    path = None
+    for part in (1, 2) if stage and plan.resumed else (2,):
+        torch.manual_seed(plan.seed)
+        module = Drawn(plan, reentrant=stage > 0)
+        settings = {**plan.strategy, "state_dict_type": plan.resumed or "full"} if stage else {}
+        trainer = make_trainer(
+            ".", strategy=make_strategy(stage if path is None else stage % 3 + 1, **settings), max_epochs=part,
+            callbacks=[recorder := Recorder()], num_sanity_val_steps=0, **plan.trainer,
+        )  # fmt: skip
+        loaders = [DataLoader(RandomData(n, 4, WIDTH), batch_size=2) for n in (12, 8)]
+        trainer.fit(module, *loaders, ckpt_path=path, weights_only=True)
+        losses += recorder.losses
+        trainer.save_checkpoint(path := f"{plan.seed}-{stage}-{part}.ckpt")
+    return outcome(trainer, module, losses)
 
 
 def differences(seeds: list[int]) -> dict[int, str]:
