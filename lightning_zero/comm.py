@@ -7,19 +7,20 @@ Gathers, reductions and control messages travel over groups of their own: ranks 
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_zero.topology import Topology, make_topology
+from lightning_zero.work import Done, Exchange, FutureWork, Result, Work
 from lightning_zero.worker import Worker
 
 CONTROL_CALLS = "control"
@@ -30,12 +31,6 @@ _WAY_OUT = (
 )
 _ASK_SECONDS = 1.0  # for ranks that did not meet to say where they are
 _TAG_ROUNDS = 1024  # a tag may come round again long after its transfer is done
-
-
-class Work(Protocol):
-    """A collective under way. ``wait`` returns when its result may be used (on a GPU: in the current stream)."""
-
-    def wait(self) -> Any: ...
 
 
 @dataclass
@@ -71,72 +66,36 @@ class CommStats:
         }
 
 
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-class _Result:
-    """A collective whose result is a tensor made after its bytes have arrived."""
-
-    def __init__(self, works: list[Work], finish: Callable[[], Tensor]) -> None:
-        self._works = works
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        return self._finish()
-
-
-class _Exchange:
-    """Point-to-point sends and receives that together form one collective."""
-
-    def __init__(self, what: str, rank: int, works: list[tuple[int, Any]], keep: list[Tensor]) -> None:
-        self._what, self._rank, self._works = what, rank, works
-        self._keep = keep  # only keeps the memory alive until the transfers are done
-
-    def wait(self) -> None:
-        for peer, work in self._works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"rank {self._rank}: {self._what} with rank {peer} failed. That rank has ended, or is somewhere"
-                    f" else in the program and did not answer in time. ({error})"
-                ) from error
-        self._works, self._keep = [], []
-
-
-class _FutureWork:
-    def __init__(self, future: Future) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def wait(self) -> Tensor:
-        return self._future.result()
-
-
 class Comm:
     """Collectives over the data-parallel ranks of one run.
 
-    Flat buffers have shape ``(world_size * shard_numel,)`` and shards ``(shard_numel,)``; rank ``r`` owns the ``r``-th
-    shard. With one rank nothing is sent and no process group is needed.
+    Flat buffers have shape ``(num_shards * shard_numel,)`` and shards ``(shard_numel,)``; this rank owns the
+    ``shard_rank``-th. Shards travel inside a shard group, reduced ones across the groups as well; everything else is
+    compared and added over all ranks. With one rank nothing is sent and no process group is needed.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        topology: Topology | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.topology = topology = topology or make_topology(rank, world_size)
+        self.num_shards, self.shard_rank = topology.num_shards, topology.shard_rank
         self.device = device
         self.stats = CommStats()
         self._exchanges = 0
         self._calls: dict[tuple[str, int], int] = defaultdict(int)
         self._worker = Worker("lightning_zero-reduce")
+        self._side_stream: Any = None
         self.point_to_point = False
         """Whether collectives are made of sends and receives (Gloo on CPUs), so that reducing takes memory of its own."""
         self._gather_group = self._reduce_group = self._control_group = self._storage_group = None
+        self._scatter_group = self._replica_group = None
         self._timeout = timeout
         actual = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if actual != world_size:
@@ -147,15 +106,29 @@ class Comm:
         if world_size == 1:
             return
         backend = dist.get_backend()
-        if backend == "fake":
-            return
         kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         self.point_to_point = backend == "gloo" and device.type == "cpu"
-        self._gather_group = dist.new_group(backend=backend, **kwargs)
+        if not self.point_to_point:
+            self._make_shard_groups(backend)
+        if backend == "fake":
+            return
+        if self._gather_group is None:
+            self._gather_group = dist.new_group(backend=backend, **kwargs)
         self._reduce_group = dist.new_group(backend=backend, **kwargs)
+        if self._scatter_group is None:
+            self._scatter_group = self._reduce_group
         self._control_group = dist.new_group(backend="gloo", **kwargs)
         # A prefix of its own for every Comm, the same on all ranks because they are made in the same order.
         self._store = dist.PrefixStore(f"lightning_zero/{_next_comm()}", _get_default_store())
+
+    def _make_shard_groups(self, backend: str) -> None:
+        """Where shard groups are not of all ranks, collectives inside and across them need groups of their own; sends and
+        receives do not."""
+        topology = self.topology
+        if topology.replicas > 1:
+            wanted = (topology.shard_groups, topology.shard_groups, topology.replica_groups)
+            groups = [dist.new_subgroups_by_enumeration(g, self._timeout, backend)[0] for g in wanted]
+            self._gather_group, self._scatter_group, self._replica_group = groups
 
     # -- parameters and gradients ------------------------------------------------------------------------------------
 
@@ -164,55 +137,114 @@ class Comm:
 
         Calls on one ``channel`` are matched in order; between channels point-to-point backends need no order.
         """
-        own = full.narrow(0, self.rank * shard.numel(), shard.numel())
+        own = full.narrow(0, self.shard_rank * shard.numel(), shard.numel())
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        if self.world_size == 1 or not shard.numel():
-            return _Done()
-        self.stats.count("all_gather", shard.numel() * shard.element_size() * (self.world_size - 1))
+        if self.num_shards == 1 or not shard.numel():
+            return Done()
+        self.stats.count("all_gather", shard.numel() * shard.element_size() * (self.num_shards - 1))
         if not self.point_to_point:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return gather(full, own, group=self._gather_group, async_op=True)
         tag = self._next_tag("gather", channel)
-        pieces = full.chunk(self.world_size)
-        works = self._post(self._gather_group, tag, dict.fromkeys(self._peers(), own), dict(enumerate(pieces)))
-        return _Exchange("gathering parameters", self.rank, works, [full, shard])
+        pieces = dict(zip(self.topology.shard_group, full.chunk(self.num_shards), strict=True))
+        peers = self._others(self.topology.shard_group)
+        works = self._post(self._gather_group, tag, dict.fromkeys(peers, own), {peer: pieces[peer] for peer in peers})
+        return Exchange("gathering parameters", self.rank, works, [full, shard])
 
     def reduce_scatter(self, full: Tensor, scale: float, dtype: torch.dtype, channel: int = 0) -> Work:
         """Sum the flat buffers of all ranks, times ``scale``; waiting returns this rank's shard of it as ``dtype``.
 
-        The result has memory of its own; ``full`` must stay untouched until then. Sums of 16-bit buffers are formed in
-        fp32 where this package does the adding (Gloo).
+        That is a reduce-scatter inside the shard group and, where there are several, an all-reduce of the shards across
+        them; replicas get the same bits. The result has memory of its own; ``full`` must stay untouched until then. Sums
+        of 16-bit buffers are formed in fp32 where this package does the adding (Gloo), and sent as ``full`` is.
         """
-        shard_numel = full.numel() // self.world_size
-        own = full.narrow(0, self.rank * shard_numel, shard_numel)
+        shard_numel = full.numel() // self.num_shards
+        own = full.narrow(0, self.shard_rank * shard_numel, shard_numel)
         if self.world_size == 1 or not shard_numel:
-            return _Result([], lambda: _scaled(own.clone(), scale, dtype))
-        self.stats.count("reduce_scatter", shard_numel * full.element_size() * (self.world_size - 1))
+            return Result([], lambda: _scaled(own.clone(), scale, dtype))
+        if self.num_shards > 1:
+            self.stats.count("reduce_scatter", own.nbytes * (self.num_shards - 1))
+        if self.topology.replicas > 1:
+            self.stats.count("all_reduce", 2 * own.nbytes * (self.topology.replicas - 1) // self.topology.replicas)
         if self.point_to_point:
-            tag = self._next_tag("reduce", channel)
-            pieces = dict(enumerate(full.chunk(self.world_size)))
-            received = {peer: torch.empty_like(own) for peer in self._peers()}
-            works = self._post(self._reduce_group, tag, pieces, received)
-            exchange = _Exchange("reducing gradients", self.rank, works, [full])
-            terms = [own if rank == self.rank else received[rank] for rank in range(self.world_size)]
-            return _FutureWork(self._worker.submit(lambda: _sum(exchange, terms, self.rank, scale, dtype)))
-        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        out = torch.empty_like(own)
+            return self._reduce_by_pairs(full, own, scale, dtype, channel)
+        return self._reduce_by_collectives(full, own, scale, dtype)
+
+    def _reduce_by_pairs(self, full: Tensor, own: Tensor, scale: float, dtype: torch.dtype, channel: int) -> Work:
+        group, replicas = self.topology.shard_group, self.topology.replica_group
+        tag, again = self._next_tag("reduce", channel), self._next_tag("reduce", channel)
+        pieces = dict(zip(group, full.chunk(self.num_shards), strict=True))
+        received = {peer: torch.empty_like(own) for peer in self._others(group)}
+        sent = {peer: pieces[peer] for peer in received}
+        exchange = Exchange("reducing gradients", self.rank, self._post(self._reduce_group, tag, sent, received), [full])
+        terms = [received.get(rank, own) for rank in group]
+
+        def finish() -> Tensor:
+            total = _sum(exchange, terms, self.shard_rank)
+            if len(replicas) == 1:
+                return _scaled(total, scale, dtype)
+            # Scaled now: of 16 bits the sum over all ranks may be too large.
+            return self._add_replicas(_scaled(total, scale, total.dtype), own.dtype, again).to(dtype)
+
+        return FutureWork(self._worker.submit(finish))
+
+    def _add_replicas(self, shard: Tensor, wire: torch.dtype, tag: int) -> Tensor:
+        """Sum ``shard`` over its replicas: each adds up one piece of it, and sends the sum to the others."""
+        replicas = self.topology.replica_group
+        peers, shard = self._others(replicas), shard.to(wire)
+        pieces = dict(zip(replicas, shard.tensor_split(len(replicas)), strict=True))
+        own = pieces[self.rank]
+        received = {peer: torch.empty_like(own) for peer in peers}
+        works = self._post(self._reduce_group, tag, {peer: pieces[peer] for peer in peers}, received)
+        exchange = Exchange("reducing gradients", self.rank, works, [shard])
+        own.copy_(_sum(exchange, [received.get(rank, own) for rank in replicas], replicas.index(self.rank)))
+        works = self._post(self._reduce_group, tag, dict.fromkeys(peers, own), {peer: pieces[peer] for peer in peers})
+        Exchange("reducing gradients", self.rank, works, [shard]).wait()
+        return shard
+
+    def _reduce_by_collectives(self, full: Tensor, own: Tensor, scale: float, dtype: torch.dtype) -> Work:
         # Not ReduceOp.AVG: Gloo and some versions of other backends sum instead, without a word.
-        work = reduce(out, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
-        return _Result([work], lambda: _scaled(out, scale, dtype))
+        if self.num_shards == 1:
+            out, works = own.clone(), []
+        else:
+            reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            out = torch.empty_like(own)
+            works = [reduce(out, full, op=dist.ReduceOp.SUM, group=self._scatter_group, async_op=True)]
+        if self.topology.replicas == 1:
+            return Result(works, lambda: _scaled(out, scale, dtype))
+        with self._beside():
+            for work in works:
+                work.wait()
+            _scaled(out, scale, out.dtype)  # now: of 16 bits the sum over all ranks may be too large
+            work = dist.all_reduce(out, group=self._replica_group, async_op=True)
+        return Result([work], lambda: out.to(dtype))
 
     def received_bytes(self, full: Tensor) -> int:
         """Memory that reducing ``full`` takes beside it until it is done."""
-        return full.nbytes // self.world_size * (self.world_size - 1) if self.point_to_point else 0
+        if not self.point_to_point:
+            return 0
+        return round(full.nbytes * received_share(self.num_shards, self.topology.replicas))
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is queued inside on an accelerator runs beside what is queued later; on a CPU this is nothing."""
+        if self.device.type == "cpu":
+            yield
+            return
+        accelerator: Any = torch.get_device_module(self.device)
+        if self._side_stream is None:
+            self._side_stream = accelerator.Stream(self.device)
+        self._side_stream.wait_stream(accelerator.current_stream(self.device))
+        with accelerator.stream(self._side_stream):
+            yield
 
     def _post(
         self, group: Any, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
     ) -> list[tuple[int, Any]]:
-        """Start receiving from and sending to every peer."""
-        works = [(peer, group.recv([receives[peer]], peer, tag)) for peer in self._peers()]
-        return works + [(peer, group.send([sends[peer]], peer, tag)) for peer in self._peers()]
+        """Start receiving from and sending to peers."""
+        works = [(peer, group.recv([tensor], peer, tag)) for peer, tensor in receives.items() if tensor.numel()]
+        return works + [(peer, group.send([tensor], peer, tag)) for peer, tensor in sends.items() if tensor.numel()]
 
     # -- small things ------------------------------------------------------------------------------------------------
 
@@ -320,9 +352,10 @@ class Comm:
         """End the helper thread; the groups stay usable for gathering state after training."""
         self._worker.close()
 
-    def _peers(self) -> list[int]:
-        # Starting after the own rank spreads the load: not everyone talks to rank 0 first.
-        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+    def _others(self, group: list[int]) -> list[int]:
+        # Starting after the own rank spreads the load: not everyone talks to the first rank first.
+        own = group.index(self.rank)
+        return group[own + 1 :] + group[:own]
 
     def _next_tag(self, kind: str, channel: int) -> int:
         count = self._calls[kind, channel] = (self._calls[kind, channel] + 1) % _TAG_ROUNDS
@@ -346,17 +379,25 @@ def fingerprint(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 2
 
 
-def _sum(exchange: _Exchange, terms: list[Tensor], own: int, scale: float, dtype: torch.dtype) -> Tensor:
+def received_share(num_shards: int, replicas: int) -> float:
+    """Memory for what the other ranks send, of a flat buffer, where reductions are made of sends and receives."""
+    return (num_shards - 1) / num_shards + (replicas - 1) / replicas / num_shards
+
+
+def _sum(exchange: Exchange, terms: list[Tensor], own: int) -> Tensor:
     """Add one shard per rank, in rank order on every rank, into memory other than ``terms[own]``."""
     exchange.wait()
-    first, second, *rest = terms
+    first, *rest = terms
     if first.dtype.is_floating_point and first.dtype.itemsize < 4:
-        total = first.float().add_(second)
+        total = first.float()
+    elif not rest:
+        return first.clone()
     else:
+        second = rest.pop(0)
         total = torch.add(first, second, out=second if own == 0 else first)
     for term in rest:
         total.add_(term)
-    return _scaled(total, scale, dtype)
+    return total
 
 
 def _scaled(tensor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

@@ -169,12 +169,3 @@ def checked_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"reduce_dtype must be a floating-point dtype or its name such as 'bfloat16', got {value!r}")
     return dtype
-
-
-def refuse_unfinished(**arguments: Any) -> None:
-    """Raise NotImplementedError for what is announced but not built."""
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(
-                f"ZeroStrategy({name}={value!r}) is not implemented yet: leave {name} at its default."
-            )

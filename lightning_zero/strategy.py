@@ -34,7 +34,6 @@ from lightning_zero.config import (
     checked_unit_bytes,
     checked_unit_policy,
     first_delayed_step,
-    refuse_unfinished,
 )
 from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
@@ -44,6 +43,7 @@ from lightning_zero.partition.grouping import check_module, check_synced_norm, o
 from lightning_zero.plugins import TakesPlugins
 from lightning_zero.saving import SavesShards
 from lightning_zero.stopping import stop_together
+from lightning_zero.topology import checked_shard_group_size, make_topology
 from lightning_zero.transfer import Link, StreamLink
 from lightning_zero.uneven import MeetsUnevenRanks, UnevenBatches
 
@@ -65,7 +65,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
         unit_size_mb: upper bound of an automatic unit in MiB of parameters.
         prefetch: how many units are gathered ahead of use (stage 3).
         reduce_dtype: dtype of gradients on the wire; ``None`` is the parameters' own dtype.
-        shard_group_size: shard inside groups of this many ranks and replicate across them.
+        shard_group_size: shard inside groups of this many consecutive ranks and replicate across them; ``None`` shards
+            over all ranks.
         activation_checkpointing_policy: which modules are recomputed in backward: module classes, names or patterns of
             names (``"blocks.*"``), or a callable of the module that returns whether, or keyword arguments of
             ``torch.utils.checkpoint.checkpoint``.
@@ -113,7 +114,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
             start_method=start_method,
         )
         self._precision_plugin = precision_plugin
-        refuse_unfinished(shard_group_size=shard_group_size)
+        checked_shard_group_size(shard_group_size)
+        self.shard_group_size = shard_group_size
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}")
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
@@ -189,7 +191,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
         """The groups are made once per process group: making them is a collective, and there is a limit to how many."""
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._comm is None or self._comm_group is not group:
-            self._comm = Comm(self.global_rank, self.world_size, self.root_device, self._timeout)
+            topology = make_topology(self.global_rank, self.world_size, self.shard_group_size)
+            self._comm = Comm(self.global_rank, self.world_size, self.root_device, self._timeout, topology)
             self._comm_group = group
         return self._comm
 

@@ -24,7 +24,7 @@ class GradientShards:
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm over all ranks; returns that norm (0-dim tensor)."""
         zero = torch.zeros((), dtype=self._norm_dtype, device=self._comm.device)
-        return clip_by_norm(self._shards, max_norm, norm_type, self._comm.all_reduce, zero)
+        return clip_by_norm(self._shards, max_norm, norm_type, self._comm.all_reduce, zero, self._comm.topology.replicas)
 
     def clip_by_value(self, clip_value: float) -> None:
         """Clamp every element to ``[-clip_value, clip_value]``."""
@@ -46,12 +46,13 @@ def clip_by_norm(
     norm_type: float,
     all_reduce: Callable[[Tensor, str], Tensor],
     zero: Tensor,
+    replicas: int = 1,
 ) -> Tensor:
     """Scale the gradient shards in place so that the norm over all ranks is at most ``max_norm``; returns the norm.
 
     The rule is ``torch.nn.utils.clip_grad_norm_``'s: the factor is ``max_norm / (norm + 1e-6)``, at most 1.
     """
-    norm = total_norm(shards, norm_type, all_reduce, zero)
+    norm = total_norm(shards, norm_type, all_reduce, zero, replicas)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Where looking is free, gradients that need no clipping are left alone.
     if shards and not (factor.device.type == "cpu" and factor == 1):
@@ -60,13 +61,17 @@ def clip_by_norm(
 
 
 def total_norm(
-    shards: list[Tensor], norm_type: float, all_reduce: Callable[[Tensor, str], Tensor], zero: Tensor
+    shards: list[Tensor],
+    norm_type: float,
+    all_reduce: Callable[[Tensor, str], Tensor],
+    zero: Tensor,
+    replicas: int,
 ) -> Tensor:
     """The norm of all ranks' shards taken as one vector, as a 0-dim tensor of the dtype and device of ``zero`` (the
-    ranks' shards may differ in dtype)."""
+    ranks' shards may differ in dtype). Each shard is there ``replicas`` times, and counts once."""
     norm_type = float(norm_type)
     norms = torch.stack([zero, *(n.to(zero) for n in (torch._foreach_norm(shards, norm_type) if shards else ()))])
     if math.isinf(norm_type):
         return all_reduce(norms.max(), "max")
     power = (norms.double() ** norm_type).sum()
-    return (all_reduce(power, "sum") ** (1.0 / norm_type)).to(zero)
+    return ((all_reduce(power, "sum") / replicas) ** (1.0 / norm_type)).to(zero)

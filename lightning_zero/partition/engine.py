@@ -79,7 +79,7 @@ class ZeroEngine:
             self._make_units()
         self._shards_parameters = bool(self.units) and not config.residence.whole_parameters
         self.whole = WholeTensors(self.units, comm, self._pool)
-        self.shards = LocalShards(self.units, comm.rank)
+        self.shards = LocalShards(self.units)
         self._schedule = Schedule(self.units, comm, config.prefetch, config.read_timeout)
         self._saved = hooks.SavedTensors(self, keeper)
         self._packs = self._shards_parameters or keeper is not None

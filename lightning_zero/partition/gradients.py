@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Comm, Work
+from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition import handle
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
 from lightning_zero.partition.unit import ShardedBuffer, State, Unit, in_memory_order, write_changes
 from lightning_zero.transfer import Link, Transfer
+from lightning_zero.work import Work
 
 # Reductions under way before the next one waits for the oldest: bounds the flat buffers in use.
 _MAX_IN_FLIGHT = 2
@@ -240,7 +241,7 @@ class UnitGradients:
             previous = self.shard if self._previous is None else self._previous
             for i in range(len(self.unit.tensors)):
                 if not self.accumulated >> i & 1:
-                    previous[self.layout.local_range(i, self._comm.rank).slice()].zero_()
+                    previous[self.unit.in_shard(i).slice()].zero_()
             fresh, reduced = reduced, previous.add_(reduced)
             self._previous = None
             if self._link is not None:
@@ -272,10 +273,10 @@ class UnitGradients:
         if grad is None:
             return None
         if grad is self.handles[index]:
-            return self.shard[self.layout.local_range(index, self._comm.rank).slice()]
+            return self.shard[self.unit.in_shard(index).slice()]
         # The user's own tensor: take the owned elements in memory order.
         flat = in_memory_order(grad.to(self.dtypes.reduced), self.layout.slots[index].stride)
-        return flat[self.layout.tensor_range(index, self._comm.rank).slice()]
+        return flat[self.unit.in_tensor(index).slice()]
 
     def close(self) -> None:
         """Forget the gradients and let go of the handles."""

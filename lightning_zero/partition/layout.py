@@ -1,6 +1,6 @@
 """Flat layout: tensor <-> range <-> rank. Integers only, no process group, no data.
 
-A flat buffer holds several tensors one after another and is cut into ``world_size`` equal shards. Every tensor and
+A flat buffer holds several tensors one after another and is cut into ``num_shards`` equal shards. Every tensor and
 every shard starts on a 64-byte boundary, so that kernels see the alignment they would see without sharding, and an
 element-wise kernel splits a tensor into the same vector body and scalar tail whether it is sharded or not.
 
@@ -58,21 +58,21 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Layout of one flat buffer over ``world_size`` ranks."""
+    """Layout of one flat buffer in ``num_shards`` shards."""
 
     slots: tuple[Slot, ...]
-    world_size: int
+    num_shards: int
     numel: int
     shard_numel: int
 
     @property
     def padded_numel(self) -> int:
-        return self.shard_numel * self.world_size
+        return self.shard_numel * self.num_shards
 
     def shard_range(self, rank: int) -> Range:
         """The elements of the flat buffer that ``rank`` owns."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank must be in [0, {self.world_size}), got {rank}")
+        if not 0 <= rank < self.num_shards:
+            raise ValueError(f"rank must be in [0, {self.num_shards}), got {rank}")
         return Range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def local_range(self, index: int, rank: int) -> Range:
@@ -104,12 +104,12 @@ def row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 def build_layout(
     shapes: tuple[tuple[int, ...], ...],
     strides: tuple[tuple[int, ...], ...],
-    world_size: int,
+    num_shards: int,
     itemsize: int,
 ) -> FlatLayout:
-    """Lay out tensors of the given shapes, in order, for ``world_size`` ranks of ``itemsize``-byte elements."""
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    """Lay out tensors of the given shapes, in order, in ``num_shards`` shards of ``itemsize``-byte elements."""
+    if num_shards < 1:
+        raise ValueError(f"num_shards must be at least 1, got {num_shards}")
     align = max(1, ALIGNMENT_BYTES // itemsize)
     slots, offset, end = [], 0, 0
     for shape, stride in zip(shapes, strides, strict=True):
@@ -119,8 +119,8 @@ def build_layout(
         slots.append(Slot(Range(offset, offset + numel), tuple(shape), tuple(stride)))
         end = offset + numel
         offset = _round_up(end, align)
-    shard_numel = _round_up(-(-end // world_size), align)
-    return FlatLayout(tuple(slots), world_size, end, shard_numel)
+    shard_numel = _round_up(-(-end // num_shards), align)
+    return FlatLayout(tuple(slots), num_shards, end, shard_numel)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -247,7 +247,7 @@ class OptimizerBinding:
             if number is None or shard is None or not parameter.requires_grad:
                 continue
             group = groups.setdefault(number, self._update_group(self.optimizer.param_groups[number]))
-            local = unit.layout.local_range(index, self._host.rank)
+            local = unit.in_shard(index)
             state = self.optimizer.state.get(parameter, {})
             group.items.append(UpdateItem(unit, index, local.start, shard, gradients.shard[local.slice()], state))
         if groups:
@@ -266,7 +266,7 @@ class OptimizerBinding:
                 parameter, gradient = swapped[id(shard)]
                 unit, _, index = self._host.locate(parameter)  # type: ignore[misc]
                 state = self.optimizer.state[parameter] = self.optimizer.state.pop(shard, {})
-                start = unit.layout.local_range(index, self._host.rank).start
+                start = unit.in_shard(index).start
                 update.items.append(UpdateItem(unit, index, start, shard, gradient, state))
             groups.append(update)
             group["params"] = []
@@ -362,7 +362,7 @@ class OptimizerBinding:
         shard = unit.shards[index]
         if shard is None:
             return {}
-        start = unit.layout.tensor_range(index, self._host.rank).slice()
+        start = unit.in_tensor(index).slice()
         for name, value in state.items():
             if isinstance(value, TensorShard):
                 local[name] = value.data

@@ -25,9 +25,8 @@ class TensorShard:
 class LocalShards:
     """This rank's shards of what is shaped like the parameters: weights, master weights, optimizer state."""
 
-    def __init__(self, units: list[Unit], rank: int) -> None:
+    def __init__(self, units: list[Unit]) -> None:
         self._units = units
-        self._rank = rank
 
     def state_dict(self, state: Mapping[str, Any], closed: bool) -> dict[str, Any]:
         """Replace the parameters in ``state`` by this rank's shards; once ``closed`` their bytes are the user's."""
@@ -38,11 +37,11 @@ class LocalShards:
             if id(value) in where:
                 if id(value) not in made:
                     unit, index = where[id(value)]
-                    slot, whole = unit.layout.slots[index], unit.layout.tensor_range(index, self._rank)
+                    slot, whole = unit.layout.slots[index], unit.in_tensor(index)
                     data = (
                         in_memory_order(value.detach(), slot.stride)[whole.slice()]
                         if closed
-                        else unit.face.shard[self._local(unit, index)]
+                        else unit.face.shard[unit.in_shard(index).slice()]
                     )
                     made[id(value)] = _shard(data, slot, whole)
                 sharded[key] = made[id(value)]
@@ -54,9 +53,9 @@ class LocalShards:
         """Shards of the master weights, by name, that the module's state dict does not show."""
         return {
             name: _shard(
-                unit.master[self._local(unit, i)],  # type: ignore[index]
+                unit.master[unit.in_shard(i).slice()],  # type: ignore[index]
                 unit.layout.slots[i],
-                unit.layout.tensor_range(i, self._rank),
+                unit.in_tensor(i),
             )
             for unit in self._units
             if unit.hides_master
@@ -65,11 +64,11 @@ class LocalShards:
 
     def like(self, unit: Unit, index: int, data: Tensor) -> TensorShard:
         """Elements that belong to this rank's part of a parameter, such as optimizer state."""
-        return _shard(data, unit.layout.slots[index], unit.layout.tensor_range(index, self._rank))
+        return _shard(data, unit.layout.slots[index], unit.in_tensor(index))
 
     def empty_like(self, unit: Unit, index: int, dtype: torch.dtype) -> TensorShard:
         """Room for elements that belong to this rank's part of a parameter."""
-        numel = unit.layout.tensor_range(index, self._rank).numel
+        numel = unit.in_tensor(index).numel
         return self.like(unit, index, torch.empty(numel, dtype=dtype, device=unit.main.device))
 
     def room_for_masters(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, TensorShard]:
@@ -81,9 +80,6 @@ class LocalShards:
             for i, name in enumerate(unit.names)
             if name in dtypes
         }
-
-    def _local(self, unit: Unit, index: int) -> slice:
-        return unit.layout.local_range(index, self._rank).slice()
 
 
 def _shard(data: Tensor, slot: Slot, whole: Range) -> TensorShard:

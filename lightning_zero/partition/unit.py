@@ -6,11 +6,12 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Comm, Work
+from lightning_zero.comm import Comm
 from lightning_zero.partition import handle
-from lightning_zero.partition.layout import FlatLayout, build_layout, dense_stride
+from lightning_zero.partition.layout import FlatLayout, Range, build_layout, dense_stride
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
 from lightning_zero.transfer import Link, Transfer
+from lightning_zero.work import Work
 
 
 class State(Enum):
@@ -167,7 +168,7 @@ class ShardedBuffer:
 
     def own_slice(self, flat: Tensor) -> Tensor:
         """The own shard's range of an unsharded flat buffer."""
-        return flat.narrow(0, self._comm.rank * self.layout.shard_numel, self.layout.shard_numel)
+        return flat.narrow(0, self._comm.shard_rank * self.layout.shard_numel, self.layout.shard_numel)
 
     def release(self) -> None:
         """Hand the tensors to the user for good, each with memory of its own. They must be unsharded."""
@@ -308,22 +309,22 @@ class Unit:
         self.layout = build_layout(
             tuple(tuple(p.shape) for p in self.tensors),
             tuple(dense_stride(p) for p in self.tensors),
-            comm.world_size,
+            comm.num_shards,
             compute_dtype.itemsize,
         )
+        self._shard_rank = comm.shard_rank
         with torch.inference_mode(False), torch.no_grad():
             flat = allocate(self.layout, self.dtype, first.device)
             for view, parameter in zip(flat.views, self.tensors, strict=True):
                 view.copy_(parameter.data)
-            own = flat.flat.narrow(0, comm.rank * self.layout.shard_numel, self.layout.shard_numel)
+            own = flat.flat.narrow(0, comm.shard_rank * self.layout.shard_numel, self.layout.shard_numel)
             shard = own if whole else own.clone()
             self.master = None if master_dtype is None else shard.to(main_device, master_dtype, copy=True)
             if self.master is not None:
                 # From the parameters themselves: they may have more bits than the compute dtype.
                 for i, parameter in enumerate(self.tensors):
                     flat_parameter = in_memory_order(parameter.data, self.layout.slots[i].stride)
-                    local = self.layout.local_range(i, comm.rank)
-                    self.master[local.slice()] = flat_parameter[self.layout.tensor_range(i, comm.rank).slice()]
+                    self.master[self.in_shard(i).slice()] = flat_parameter[self.in_tensor(i).slice()]
             for view, parameter in zip(flat.views, self.tensors, strict=True):
                 parameter.data = view
         tensors: list[Tensor] = list(self.tensors)
@@ -345,7 +346,6 @@ class Unit:
             self.buffer.hide()
         else:
             self.buffer.detach()
-        self._rank = comm.rank
         self._link = link
         self._outgoing: Tensor | None = None
         self.shards = [self._shard_of(i) for i in range(len(self.tensors))]
@@ -358,9 +358,17 @@ class Unit:
         """The shard that the optimizer updates: the master weights, or the parameter shard where it is its own."""
         return self.buffer.shard if self.master is None else self.master
 
+    def in_shard(self, index: int) -> Range:
+        """This rank's part of a parameter, counted from the start of its shard."""
+        return self.layout.local_range(index, self._shard_rank)
+
+    def in_tensor(self, index: int) -> Range:
+        """The same elements, counted from the start of the parameter in memory order."""
+        return self.layout.tensor_range(index, self._shard_rank)
+
     def _shard_of(self, index: int) -> nn.Parameter | None:
         """The optimizer's view of a parameter: a 1-D slice of the main shard, or None where this rank owns nothing."""
-        local = self.layout.local_range(index, self._rank)
+        local = self.in_shard(index)
         if not local.numel:
             return None
         with torch.inference_mode(False):
@@ -379,7 +387,7 @@ class Unit:
     @property
     def owned(self) -> list[slice]:
         """Where this rank's parts of the parameters lie in a shard; between and behind them is padding."""
-        ranges = (self.layout.local_range(index, self._rank) for index in range(len(self.tensors)))
+        ranges = (self.in_shard(index) for index in range(len(self.tensors)))
         return [local.slice() for local in ranges if local.numel]
 
     def copy_target(self, in_use: bool) -> Tensor | None:
@@ -449,7 +457,7 @@ class Unit:
         if changed and self.master is None:
             for index, shard in enumerate(self.shards):  # the main shard may have moved
                 if shard is not None:
-                    shard.data = self.main[self.layout.local_range(index, self._rank).slice()]
+                    shard.data = self.main[self.in_shard(index).slice()]
         if self.updating:
             self.edited_meanwhile |= changed or self._versions != self._version()
         elif self.master is not None and (changed or self.buffer.is_whole):

@@ -25,7 +25,7 @@ class WholeTensors:
         buffer = self._pool.take(unit.layout, dtype)
         own = unit.buffer.own_slice(buffer.flat)
         for index, piece in pieces.items():
-            own[self._local(unit, index)].copy_(piece)
+            own[unit.in_shard(index).slice()].copy_(piece)
         self._comm.all_gather(buffer.flat, own, 2 * unit.index).wait()
         views = list(buffer.views)
         self._pool.give(unit.layout, buffer)
@@ -66,20 +66,17 @@ class WholeTensors:
         for unit in self._units:
             for i, name in enumerate(unit.names):
                 if unit.master is not None and name in masters:
-                    local = self._local(unit, i)
+                    local = unit.in_shard(i).slice()
                     value = masters[name]
                     if isinstance(value, TensorShard):
                         saved = value.data
                     else:
                         flat = in_memory_order(value, unit.layout.slots[i].stride)
-                        saved = flat[unit.layout.tensor_range(i, self._comm.rank).slice()]
+                        saved = flat[unit.in_tensor(i).slice()]
                     saved = saved.to(unit.master)
                     fits = saved.to(unit.dtype) == unit.buffer.shard[local].to(saved.device)
                     unit.master[local] = torch.where(fits, saved, unit.master[local])
 
     def _of(self, unit: Unit, shard: Tensor) -> list[Tensor]:
-        pieces = {i: shard[self._local(unit, i)] for i in range(len(unit.tensors))}
+        pieces = {i: shard[unit.in_shard(i).slice()] for i in range(len(unit.tensors))}
         return self.from_shards(unit, pieces, shard.dtype)
-
-    def _local(self, unit: Unit, index: int) -> slice:
-        return unit.layout.local_range(index, self._comm.rank).slice()

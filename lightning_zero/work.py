@@ -1,0 +1,65 @@
+"""Collectives under way."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A collective under way. ``wait`` returns when its result may be used (on a GPU: in the current stream)."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """Nothing was to be sent."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Result:
+    """A collective whose result is a tensor made after its bytes have arrived."""
+
+    def __init__(self, works: list[Work], finish: Callable[[], Tensor]) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._finish()
+
+
+class Exchange:
+    """Point-to-point sends and receives that together form one collective."""
+
+    def __init__(self, what: str, rank: int, works: list[tuple[int, Any]], keep: list[Tensor]) -> None:
+        self._what, self._rank, self._works = what, rank, works
+        self._keep = keep  # only keeps the memory alive until the transfers are done
+
+    def wait(self) -> None:
+        for peer, work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"rank {self._rank}: {self._what} with rank {peer} failed. That rank has ended, or is somewhere"
+                    f" else in the program and did not answer in time. ({error})"
+                ) from error
+        self._works, self._keep = [], []
+
+
+class FutureWork:
+    """A collective that a thread of this process brings to its end."""
+
+    def __init__(self, future: Future) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> Tensor:
+        return self._future.result()
