@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_zero import doctor
 from lightning_zero.checkpoint.consolidate import consolidate
-from lightning_zero.estimate import KINDS, SIZES, MemoryEstimate, estimate_memory, short_count
+from lightning_zero.estimate import KINDS, SIZES, MemoryEstimate, estimate_memory, ranks_text, short_count
 from lightning_zero.meta import build_from_config, build_on_meta
 from lightning_zero.planner import make_plan
 from lightning_zero.tables import ByteUnit, new_table, render
@@ -74,6 +74,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--backend", default="nccl", choices=("nccl", "gloo"), help="what carries gradients (default: nccl)"
     )
     estimate.add_argument("--offload", action="store_true", help="masters and optimizer state in host memory")
+    _add_shard_group_size(estimate)
     estimate.add_argument("--largest-unit", type=parse_count, metavar="N", help="parameters in the largest unit")
     plan = commands.add_parser(
         "plan",
@@ -85,6 +86,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_model(plan)
     plan.add_argument("--ranks", type=int, default=8, help="number of ranks, over all nodes (default: 8)")
     plan.add_argument("--nodes", type=int, default=1, help="number of machines (default: 1)")
+    _add_shard_group_size(plan)
     plan.add_argument("--device-memory", metavar="SIZE", help="of one device, as 80GB (default: this machine's)")
     plan.add_argument("--host-memory", metavar="SIZE", help="of one node, as 512GB (default: this machine's)")
     plan.add_argument("--nvme", default="0", metavar="SIZE", help="space on one node's NVMe, which nothing uses yet")
@@ -147,6 +149,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_shard_group_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shard-group-size", type=int, metavar="K", help="shard inside groups of K ranks (default: over all ranks)"
+    )
+
+
 def _model(arguments: argparse.Namespace) -> nn.Module | int:
     if arguments.model.endswith(".json") or os.path.isdir(arguments.model):
         return build_from_config(arguments.model)
@@ -167,6 +175,7 @@ def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
         arguments.optimizer_states,
         arguments.activations,
         arguments.accelerator,
+        shard_group_size=arguments.shard_group_size,
     )
     return str(plan), int(plan.chosen is None)
 
@@ -185,6 +194,7 @@ def _estimate(arguments: argparse.Namespace) -> str:
                 optimizer_multiplier=arguments.optimizer_states,
                 largest_unit=arguments.largest_unit,
                 backend=arguments.backend,
+                shard_group_size=arguments.shard_group_size,
             )
             for stage in arguments.stage
         ]
@@ -213,6 +223,6 @@ def _table(estimates: list[MemoryEstimate], offload: bool) -> str:
         add("on the host", "host")
         add("on the device", "device")
     add("buffers", "buffers")
-    ranks = "1 rank" if first.world_size == 1 else f"{first.world_size} ranks"
+    ranks = ranks_text(first.world_size, estimates[-1].num_shards)
     count = short_count(first.num_parameters)
     return render(table, [f"Memory per rank in {unit.name}: {count} parameters, {ranks}, {first.precision}"])

@@ -222,9 +222,12 @@ class Comm:
 
     def received_bytes(self, full: Tensor) -> int:
         """Memory that reducing ``full`` takes beside it until it is done."""
-        if not self.point_to_point:
-            return 0
-        return round(full.nbytes * received_share(self.num_shards, self.topology.replicas))
+        return round(full.nbytes * self.received_share)
+
+    @property
+    def received_share(self) -> float:
+        """The same for each byte."""
+        return self.topology.received_share if self.point_to_point else 0.0
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -377,11 +380,6 @@ def check_backend(name: str) -> None:
 def fingerprint(value: Any) -> int:
     """A 62-bit number that is the same on all ranks for values with the same ``repr``."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 2
-
-
-def received_share(num_shards: int, replicas: int) -> float:
-    """Memory for what the other ranks send, of a flat buffer, where reductions are made of sends and receives."""
-    return (num_shards - 1) / num_shards + (replicas - 1) / replicas / num_shards
 
 
 def _sum(exchange: Exchange, terms: list[Tensor], own: int) -> Tensor:

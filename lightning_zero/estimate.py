@@ -20,6 +20,7 @@ from lightning_zero.partition.grouping import Group, group_parameters, largest_a
 from lightning_zero.partition.layout import build_layout, row_major_stride
 from lightning_zero.partition.unit import Unit
 from lightning_zero.precision import ZeroPrecision
+from lightning_zero.topology import Topology, make_topology
 
 KINDS = ("parameters", "gradients", "master", "optimizer")
 """Model states, by the names under which ``ZeroStrategy.memory_stats`` counts them; ``buffers`` come on top."""
@@ -75,10 +76,13 @@ class MemoryEstimate:
     stage: int
     """0 is plain data parallelism."""
     world_size: int
+    num_shards: int
+    """Ranks over which things are sharded: all of them, or those of a shard group."""
     num_parameters: int
     precision: str
     formula: str
-    """Bytes of model states for P trained parameters on N ranks; averages where they differ in precision."""
+    """Bytes of model states for P trained parameters on N ranks, or in groups of k; averages where they differ in
+    precision."""
     parameters: int
     gradients: int
     master: int
@@ -105,7 +109,7 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         name = "plain data parallelism" if self.stage == 0 else f"ZeRO stage {self.stage}"
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        ranks = ranks_text(self.world_size, self.num_shards)
         count = short_count(self.num_parameters)
         lines = [f"{name}, {ranks}, {count} parameters, {self.precision}: {self.formula} bytes"]
         for kind in KINDS:
@@ -132,6 +136,7 @@ def estimate_memory(
     unit_policy: Any = None,
     prefetch: int = 1,
     backend: Literal["nccl", "gloo"] = "nccl",
+    shard_group_size: int | None = None,
 ) -> MemoryEstimate:
     """Predict the bytes of model states on one rank.
 
@@ -168,9 +173,11 @@ def estimate_memory(
         unit_policy: As for ZeroStrategy; needs a module.
         prefetch: As for ZeroStrategy.
         backend: What carries gradients. Under "gloo" the shards that other ranks send are buffers as well.
+        shard_group_size: As for ZeroStrategy.
     """
     precision = checked_precision(precision)
     _check(world_size, stage, optimizer_multiplier, backend)
+    topology = make_topology(0, world_size, shard_group_size if stage else None)
     sizes = (SIZES if stage else PLAIN_SIZES)[precision]
     unit_bytes = checked_unit_bytes(unit_size_mb)
     if offload and not stage:
@@ -182,7 +189,7 @@ def estimate_memory(
         parts = _parts_of_count(model_or_num_parameters, sizes, unit_bytes)
     elif stage:
         groups = group_parameters(model_or_num_parameters, unit_bytes, unit_policy)
-        parts = _parts_of_groups(groups, model_or_num_parameters, world_size, precision, offload)
+        parts = _parts_of_groups(groups, model_or_num_parameters, topology.num_shards, precision, offload)
     else:
         parts = _plain_parts(model_or_num_parameters, precision)
     if not parts:
@@ -190,13 +197,13 @@ def estimate_memory(
     if largest_unit is not None and largest_unit < 1:
         raise ValueError(f"largest_unit must be at least 1 parameter, got {largest_unit}")
     passing = 0 if world_size == 1 else stage  # a single rank sends nothing
-    traffic = _Traffic(passing, prefetch, _received_share(world_size) if passing and backend == "gloo" else 0.0)
+    traffic = _Traffic(passing, prefetch, topology.received_share if passing and backend == "gloo" else 0.0)
     if largest_unit is None:
         buffers = _buffers(parts, traffic)
     else:
         buffers = traffic.under_way(FlatPart(largest_unit, largest_unit, sizes))
     on_host = _on_host(stage) if offload else ()
-    return _estimate(parts, world_size, stage, precision, optimizer_multiplier, buffers, on_host)
+    return _estimate(parts, topology, stage, precision, optimizer_multiplier, buffers, on_host)
 
 
 def estimate_engine(
@@ -211,19 +218,21 @@ def estimate_engine(
         return estimate_plain(engine.module, engine.optimizers, world_size, precision)
     stage = engine.config.stage if stage is None else stage
     parts = [_part_of_unit(engine, unit, plain=stage == 0) for unit in engine.units]
-    received = _received_share(world_size) if stage and engine.receives_shards else 0.0
+    received = engine.received_share if stage else 0.0
     buffers = _buffers(parts, _Traffic(stage, engine.config.prefetch, received))
     host = engine.config.main_device
     offloaded = stage > 0 and host is not None and host.type != engine.units[0].buffer.shard.device.type
     states = optimizer_states(engine.optimizers)
-    return _estimate(parts, world_size, stage, precision, states, buffers, _on_host(stage) if offloaded else ())
+    topology = make_topology(0, world_size, engine.units[0].layout.num_shards)
+    return _estimate(parts, topology, stage, precision, states, buffers, _on_host(stage) if offloaded else ())
 
 
 def estimate_plain(
     module: nn.Module, optimizers: Sequence[Optimizer], world_size: int, precision: str
 ) -> MemoryEstimate:
     """Predict what plain data parallelism holds of ``module`` as it is."""
-    return _estimate(_plain_parts(module, "32-true"), world_size, 0, precision, optimizer_states(optimizers), 0)
+    topology = make_topology(0, world_size)
+    return _estimate(_plain_parts(module, "32-true"), topology, 0, precision, optimizer_states(optimizers), 0)
 
 
 def optimizer_states(optimizers: Sequence[Optimizer]) -> float:
@@ -236,6 +245,12 @@ def optimizer_states(optimizers: Sequence[Optimizer]) -> float:
             if numel:
                 states += numel * states_per_element(optimizer, group)
     return states / trained if trained else 0.0
+
+
+def ranks_text(world_size: int, num_shards: int) -> str:
+    """How many ranks there are, and in what groups."""
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return ranks if num_shards == world_size else f"{ranks} in groups of k = {num_shards}"
 
 
 def short_bytes(count: float) -> str:
@@ -286,7 +301,7 @@ def _parts_of_count(count: float, sizes: ItemSizes, unit_bytes: int) -> list[Fla
 
 
 def _parts_of_groups(
-    groups: list[Group], module: nn.Module, world_size: int, precision: str, offload: bool
+    groups: list[Group], module: nn.Module, num_shards: int, precision: str, offload: bool
 ) -> list[FlatPart]:
     """The flat buffers that the engine would make."""
     dtypes = replace(ZeroPrecision(precision).parameter_dtypes(module), separate_main=offload)
@@ -299,7 +314,7 @@ def _parts_of_groups(
         for (sizes, trainable), parameters in alike.items():
             shapes = tuple(tuple(p.shape) for p in parameters)
             strides = tuple(row_major_stride(shape) for shape in shapes)
-            layout = build_layout(shapes, strides, world_size, sizes.parameters)
+            layout = build_layout(shapes, strides, num_shards, sizes.parameters)
             numel = sum(p.numel() for p in parameters)
             parts.append(FlatPart(numel, layout.padded_numel, sizes, trainable, not group.modules))
     return parts
@@ -369,10 +384,6 @@ class _Traffic:
         return part.trainable and (self.stage >= 2 or (self.stage == 1 and wider))
 
 
-def _received_share(world_size: int) -> float:
-    return (world_size - 1) / world_size
-
-
 def _buffers(parts: list[FlatPart], traffic: _Traffic) -> int:
     """What units need at once: the largest that are under way together, and those held through the step."""
     held = sum(traffic.pair(part) for part in parts if part.held)
@@ -408,7 +419,7 @@ def _bytes_per_parameter(sizes: ItemSizes, states: float) -> dict[str, float]:
     }
 
 
-def _formula(parts: list[FlatPart], states: float, sharded: set[str]) -> str:
+def _formula(parts: list[FlatPart], states: float, sharded: set[str], shards: str) -> str:
     """On average over the parameters, which mixed precision computes with in 16 or in 32 bits."""
     numel = sum(part.numel for part in parts)
     whole = shard = 0.0
@@ -416,13 +427,13 @@ def _formula(parts: list[FlatPart], states: float, sharded: set[str]) -> str:
         for kind, size in _bytes_per_parameter(part.sizes, states).items():
             share = size * part.numel / numel
             whole, shard = (whole, shard + share) if kind in sharded else (whole + share, shard)
-    terms = [f"{whole:.3g}P"] * (whole > 0) + [f"{shard:.3g}P/N"] * (shard > 0)
+    terms = [f"{whole:.3g}P"] * (whole > 0) + [f"{shard:.3g}P/{shards}"] * (shard > 0)
     return " + ".join(terms)
 
 
 def _estimate(
     parts: list[FlatPart],
-    world_size: int,
+    topology: Topology,
     stage: int,
     precision: str,
     states: float,
@@ -436,14 +447,15 @@ def _estimate(
         for kind, size in _bytes_per_parameter(part.sizes, states).items():
             # A frozen parameter has a master where steps compute with fewer bits than it came with.
             if part.trainable or kind in ("parameters", "master"):
-                held[kind] += numel * size / (world_size if kind in sharded else 1)
+                held[kind] += numel * size / (topology.num_shards if kind in sharded else 1)
     trained = [part for part in parts if part.trainable]
     return MemoryEstimate(
         stage,
-        world_size,
+        topology.world_size,
+        topology.num_shards,
         sum(part.numel for part in parts),
         precision,
-        _formula(trained or parts, states, sharded),
+        _formula(trained or parts, states, sharded, "N" if topology.replicas == 1 else "k"),
         **{kind: round(nbytes) for kind, nbytes in held.items()},
         buffers=buffers,
         on_host=on_host,

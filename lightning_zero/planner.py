@@ -3,14 +3,15 @@
 [Note: what is cheap]
 Configurations are compared by the bytes that a rank sends to other ranks in a step, then by those that cross between
 device and host, then by stage (lower ones reduce less often when gradients are accumulated). Stages 1 and 2 send what
-plain data parallelism sends, stage 3 half as much again; offload moves gradients down and parameters up.
+plain data parallelism sends, stage 3 half as much again; offload moves gradients down and parameters up. In shard groups
+parameters and gradients travel inside a group, and only gradient shards, there and back, across groups.
 """
 
 import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -21,7 +22,14 @@ from torch import nn
 
 from lightning_zero.comm import Comm
 from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, EngineConfig
-from lightning_zero.estimate import MemoryEstimate, checked_precision, estimate_memory, short_bytes, short_count
+from lightning_zero.estimate import (
+    MemoryEstimate,
+    checked_precision,
+    estimate_memory,
+    ranks_text,
+    short_bytes,
+    short_count,
+)
 from lightning_zero.tables import ByteUnit, new_table, render
 
 RESERVE = 0.2
@@ -31,7 +39,7 @@ need."""
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is."""
+    """What there is, and the groups in which ranks shard."""
 
     world_size: int
     num_nodes: int
@@ -42,6 +50,7 @@ class Machine:
     nvme_bytes: float
     on_cpu: bool
     """Ranks compute in host memory."""
+    shard_group_size: int | None = None
 
     @property
     def ranks_per_node(self) -> int:
@@ -96,7 +105,9 @@ class Plan:
         """Arguments for ZeroStrategy; raises RuntimeError if nothing fits."""
         if self.chosen is None:
             raise RuntimeError(f"No configuration fits.\n{self}")
-        return {"stage": self.chosen.stage, **({"offload": True} if self.chosen.offload else {})}
+        groups = self.machine.shard_group_size
+        offload = {"offload": True} if self.chosen.offload else {}
+        return {"stage": self.chosen.stage, **offload, **({} if groups is None else {"shard_group_size": groups})}
 
     @property
     def yaml(self) -> str:
@@ -130,7 +141,7 @@ class Plan:
 
     def _table(self) -> str:
         machine, first = self.machine, self.options[0].estimate
-        ranks = "1 rank" if machine.world_size == 1 else f"{machine.world_size} ranks"
+        ranks = ranks_text(machine.world_size, first.num_shards)
         nodes = "1 node" if machine.num_nodes == 1 else f"{machine.num_nodes} nodes"
         count = short_count(first.num_parameters)
         unit = ByteUnit.for_bytes(max(max(o.sent, o.moved, o.device, o.host) for o in self.options))
@@ -187,6 +198,7 @@ def make_plan(
     unit_size_mb: float = DEFAULT_UNIT_SIZE_MB,
     unit_policy: Any = None,
     prefetch: int = 1,
+    shard_group_size: int | None = None,
 ) -> Plan:
     """Compare all configurations of ZeroStrategy and find the cheapest that fits.
 
@@ -211,11 +223,13 @@ def make_plan(
         unit_size_mb: As for ZeroStrategy.
         unit_policy: As for ZeroStrategy.
         prefetch: As for ZeroStrategy.
+        shard_group_size: As for ZeroStrategy.
 
     Raises:
-        ValueError: a size is not one, or ranks do not divide evenly over nodes.
+        ValueError: a size is not one, or ranks do not divide evenly over nodes or shard groups.
     """
     machine = _machine(world_size, num_nodes, device_memory, host_memory, nvme_space, accelerator)
+    machine = replace(machine, shard_group_size=shard_group_size)
     kept = None if activations is None else parse_bytes(activations)
     settings = {"unit_size_mb": unit_size_mb, "unit_policy": unit_policy, "prefetch": prefetch}
     return compare(model_or_num_parameters, machine, precision, optimizer_multiplier, kept, **settings)
@@ -238,7 +252,7 @@ def compare(
     for stage, on_host in product(stages, (False,) if machine.on_cpu else offload):
         estimate = estimate_memory(
             model_or_num_parameters, machine.world_size, stage, on_host, precision, optimizer_multiplier,
-            backend="gloo" if machine.on_cpu else "nccl", **settings,
+            backend="gloo" if machine.on_cpu else "nccl", shard_group_size=machine.shard_group_size, **settings,
         )  # fmt: skip
         options.append(_option(estimate, on_host, machine, activations, at_setup))
     return Plan(machine, tuple(sorted(options, key=lambda option: option.cost)), precision, at_setup)
@@ -331,7 +345,9 @@ def machine_of(comm: Comm, device: torch.device, module: nn.Module) -> Machine:
     # Ranks look one after another: the least that any of them sees.
     host = min(on_hosts) + most * min(built_on_host)
     nodes = len(set(hosts)) if comm.world_size % len(set(hosts)) == 0 else 1
-    return Machine(comm.world_size, nodes, host / most if on_cpu else min(on_devices), host, 0.0, on_cpu)
+    device_memory = host / most if on_cpu else min(on_devices)
+    groups = None if comm.topology.replicas == 1 else comm.num_shards
+    return Machine(comm.world_size, nodes, device_memory, host, 0.0, on_cpu, groups)
 
 
 def _machine(
@@ -364,19 +380,20 @@ def _bytes_at_setup(model_or_num_parameters: nn.Module | int | float, precision:
 def _option(
     estimate: MemoryEstimate, offload: bool, machine: Machine, activations: float | None, at_setup: float
 ) -> Option:
-    share = (machine.world_size - 1) / machine.world_size
-    compute = estimate.parameters * (machine.world_size if estimate.stage == 3 else 1)
+    shards, replicas = estimate.num_shards, machine.world_size // estimate.num_shards
+    compute = estimate.parameters * (shards if estimate.stage == 3 else 1)
+    inside, across = (shards - 1) / shards, 2 * (replicas - 1) / replicas / shards
     device = estimate.device + estimate.buffers
     # At stage 1 the reduced gradients are on the host as well, beside the whole ones on the device.
-    reduced = estimate.gradients / machine.world_size if offload and "gradients" not in estimate.on_host else 0
+    reduced = estimate.gradients / shards if offload and "gradients" not in estimate.on_host else 0
     on_host = estimate.host + reduced
     on_node = (device if machine.on_cpu else on_host) * machine.ranks_per_node
     return Option(
         estimate.stage,
         offload,
         estimate,
-        sent=(3 if estimate.stage == 3 else 2) * compute * share,
-        moved=2 * compute / machine.world_size if offload else 0.0,
+        sent=((3 if estimate.stage == 3 else 2) * inside + across) * compute,
+        moved=2 * compute / shards if offload else 0.0,
         device=device,
         host=on_node,
         obstacles=tuple(_obstacles(device, on_node, machine, activations, at_setup)),

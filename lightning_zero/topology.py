@@ -28,6 +28,11 @@ class Topology:
         return self.world_size // self.num_shards
 
     @property
+    def received_share(self) -> float:
+        """What the others send, for each byte of a flat buffer that is reduced by sends and receives."""
+        return (self.num_shards - 1) / self.num_shards + (self.replicas - 1) / self.replicas / self.num_shards
+
+    @property
     def shard_rank(self) -> int:
         """Which shard this rank owns."""
         return self.rank % self.num_shards

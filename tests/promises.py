@@ -121,10 +121,14 @@ TABLE: dict[str, tuple[Promises, Promises]] = {
         },
         {},
     ),
+    "groups of ranks": (
+        {"hybrid sharding (`shard_group_size`)": "test_hybrid.py::test_four_ranks"},
+        {},
+    ),
     "not there yet": (
         {},
         {
-            "NVMe, parameter offload, hybrid sharding": "test_bad_input.py::test_options_that_are_to_come_name_themselves",
+            "NVMe, parameter offload": "test_bad_input.py::test_options_that_are_to_come_name_themselves",
         },
     ),
 }

@@ -222,9 +222,12 @@ def _forecast(trainer: "pl.Trainer") -> Forecast:
     else:
         predicted = estimate.estimate_engine(engine, world_size, precision)
         plain = estimate.estimate_engine(engine, world_size, precision, stage=0)
-        formula = estimate.estimate_memory(predicted.num_parameters, world_size, predicted.stage, precision=precision)
+        formula = estimate.estimate_memory(
+            predicted.num_parameters, world_size, predicted.stage, precision=precision,
+            shard_group_size=predicted.num_shards,
+        )  # fmt: skip
     name = f"ZeRO stage {predicted.stage}" if predicted.stage else type(trainer.strategy).__name__
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    ranks = estimate.ranks_text(world_size, predicted.num_shards)
     optimizers = ", ".join(sorted({type(optimizer).__name__ for optimizer in trainer.optimizers}))
     count = estimate.short_count(predicted.num_parameters)
     details = f"{count} parameters, {precision}, {optimizers or 'no optimizer'}"

@@ -94,9 +94,9 @@ class ZeroEngine:
         return self._comm.rank
 
     @property
-    def receives_shards(self) -> bool:
-        """Whether reductions need memory for what the other ranks send."""
-        return self._comm.point_to_point
+    def received_share(self) -> float:
+        """Memory for what the other ranks send, for each byte of gradients that is being reduced."""
+        return self._comm.received_share
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,21 @@ def test_estimate_prints_the_table_of_the_paper(capsys: pytest.CaptureFixture[st
     assert rows(text)["bytes"] == ["16P", "4P + 12P/N", "2P + 14P/N", "16P/N"]
 
 
+def test_estimate_and_plan_with_shard_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", "7.5B", "--ranks", "64", "--shard-group-size", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "64 ranks in groups of k = 8" in text
+    # 16P, 4P + 12P/8, 2P + 14P/8 and 16P/8 bytes; plain data parallelism of bf16-mixed holds 16P.
+    assert rows(text)["model states"] == ["120.00", "41.25", "28.12", "15.00"]
+    assert rows(text)["bytes"] == ["16P", "4P + 12P/k", "2P + 14P/k", "16P/k"]
+    memory = ["--device-memory", "40GB", "--host-memory", "512GB", "--nodes", "8"]
+    assert cli.main(["plan", "7.5B", "--ranks", "64", "--shard-group-size", "8", *memory]) == 0
+    assert "shard_group_size: 8" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", "7.5B", "--ranks", "64", "--shard-group-size", "7"])
+    assert "shard_group_size=7 does not divide the 64 ranks" in capsys.readouterr().err
+
+
 def test_estimate_of_several_rank_counts_and_chosen_stages(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["estimate", "1B", "--ranks", "4", "8", "--stage", "3", "--precision", "32-true"])
     four, eight = capsys.readouterr().out.split("\n\n")

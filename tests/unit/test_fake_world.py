@@ -17,6 +17,7 @@ from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
 from lightning_zero.estimate import estimate_engine, estimate_memory
 from lightning_zero.partition.engine import ZeroEngine
+from lightning_zero.topology import make_topology
 from tests.harness import fake_world
 
 WIDTH, DEPTH = 768, 15
@@ -66,20 +67,21 @@ class Steps:
     predicted_buffers: int
 
 
-def padded(numel: int, world: int) -> int:
-    """Bytes of fp32 elements, so that each rank owns a multiple of 64 of them."""
-    per_rank = -(-numel // world)
-    return -(-per_rank // 16) * 16 * 4 * world
+def padded(numel: int, shards: int) -> int:
+    """Bytes of fp32 elements, so that each shard is a multiple of 64 of them."""
+    per_shard = -(-numel // shards)
+    return -(-per_shard // 16) * 16 * 4 * shards
 
 
-def train(model: GPT, stage: int, rank: int, world: int, count: int) -> Steps:
+def train(model: GPT, stage: int, rank: int, world: int, count: int, group: int | None = None) -> Steps:
     for parameter in model.parameters():
         parameter.data.fill_(0.01)  # what an earlier test left may be denormal, and slow
     context, block = model.position.shape[0], 12 * WIDTH**2 + 13 * WIDTH
-    sizes = Sizes(padded((VOCABULARY + context) * WIDTH, world), padded(block, world), padded(2 * WIDTH, world))
+    numels = ((VOCABULARY + context) * WIDTH, block, 2 * WIDTH)
+    sizes = Sizes(*(padded(numel, group or world) for numel in numels))
     tokens = torch.zeros(1, 9, dtype=torch.long)
     with fake_world(rank, world):
-        comm = Comm(rank, world, torch.device("cpu"))
+        comm = Comm(rank, world, torch.device("cpu"), topology=make_topology(rank, world, group))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         engine = ZeroEngine(model, comm, EngineConfig(stage, UNIT_BYTES), [optimizer])
         sent, before = [], comm.stats.as_dict()
@@ -162,11 +164,27 @@ def test_stage_3_sends_one_and_a_half_times_as_much(gpt: GPT, rank: int, world: 
     check_memory(steps, 3, world)
 
 
-def check_memory(steps: Steps, stage: int, world: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shard_groups_send_shards_across_and_the_rest_inside(gpt: GPT, stage: int) -> None:
+    world, group = 64, 8
+    steps = train(gpt, stage, 13, world, count=2, group=group)
+    sizes, sent = steps.sizes, steps.sent[1]
+    calls, gathered = DEPTH + 2, sizes.all
+    if stage == 3:
+        calls, gathered = 2 * DEPTH + 2, sizes.root + 2 * DEPTH * sizes.block + sizes.norm
+    assert sent["all_gather"] == (calls, gathered // 8 * 7)
+    assert sent["reduce_scatter"] == (DEPTH + 2, sizes.all // 8 * 7)
+    # Eight replicas of a shard, which is an eighth: there and back 7 of 8 pieces of it.
+    assert sent["all_reduce"] == (DEPTH + 2, 2 * (sizes.all // 8) // 8 * 7)
+    check_memory(steps, stage, world, group)
+
+
+def check_memory(steps: Steps, stage: int, ranks: int, group: int | None = None) -> None:
+    world = group or ranks
     now, peak = steps.stats["now"], steps.stats["peak"]
     resident = sum(nbytes for kind, nbytes in now.items() if kind != "buffers")
     formula = {1: 8 + 8 / world, 2: 4 + 12 / world, 3: 16 / world}[stage] * steps.parameters
-    assert estimate_memory(steps.parameters, world, stage).total == pytest.approx(formula)
+    assert estimate_memory(steps.parameters, ranks, stage, shard_group_size=group).total == pytest.approx(formula)
     assert resident == pytest.approx(formula, rel=0.01)
     assert resident == pytest.approx(steps.predicted, rel=0.005)
     whole, shard = steps.sizes.all, steps.sizes.all // world

@@ -37,6 +37,25 @@ def test_communication_comes_first_then_the_bus_then_the_stage() -> None:
     assert {by_name[f"stage {stage} + offload"].moved for stage in (1, 2, 3)} == {2 * 2 * P / 8}
 
 
+def test_shard_groups_send_less_across_and_hold_more() -> None:
+    options = {option.name: option for option in plan(1e15, shard_group_size=2, num_nodes=4).options}
+    # Inside a group of 2 a rank sends half of the gradients and half of the parameters; across the four groups of their
+    # half, there and back, 3 of 4 pieces.
+    across = 2 * 3 / 4 / 2
+    assert options["stage 2"].sent == (2 * 1 / 2 + across) * 2 * P
+    assert options["stage 3"].sent == (3 * 1 / 2 + across) * 2 * P
+    assert options["stage 3 + offload"].moved == 2 * 2 * P / 2
+    assert options["stage 3"].estimate.total == 16 * P / 2
+    assert options["stage 3"].estimate.formula == "16P/k"
+    chosen = plan(6.5 * GB, shard_group_size=4)
+    # 4P + 12P/k = 7, 2P + 14P/k = 5.5, of 8 ranks in groups of 4.
+    assert chosen.init_args == {"stage": 2, "shard_group_size": 4}
+    assert "8 ranks in groups of k = 4" in str(chosen)
+    assert "      shard_group_size: 4" in chosen.yaml
+    with pytest.raises(ValueError, match="shard_group_size=3 does not divide the 8 ranks"):
+        plan(1e15, shard_group_size=3)
+
+
 @pytest.mark.parametrize("name", CHEAPEST_FIRST)
 def test_the_cheapest_that_fits_is_taken(name: str) -> None:
     # Each is the first that fits some device, unless one before it is both cheaper and smaller.
