@@ -29,6 +29,7 @@ _WAY_OUT = (
     " Sharded tensors are gathered from all ranks, so all ranks must read them, save and step together: move the call out"
     " of code that only some ranks run (such as `if trainer.is_global_zero`)."
 )
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _ASK_SECONDS = 1.0  # for ranks that did not meet to say where they are
 _TAG_ROUNDS = 1024  # a tag may come round again long after its transfer is done
 
@@ -83,8 +84,10 @@ class Comm:
         topology: Topology | None = None,
     ) -> None:
         self.rank = rank
-        self.world_size = world_size
+        """Among all ranks, as messages name it."""
         self.topology = topology = topology or make_topology(rank, world_size)
+        self.world_size = topology.world_size
+        """Data-parallel ranks."""
         self.num_shards, self.shard_rank = topology.num_shards, topology.shard_rank
         self.device = device
         self.stats = CommStats()
@@ -103,23 +106,44 @@ class Comm:
                 f"rank {rank}: the process group was initialised with {actual} ranks, the Trainer asks for {world_size}."
                 " Destroy the old group or launch with the same number of processes."
             )
+        self.model: ModelComm | None = None
+        """Where there are model-parallel groups."""
         if world_size == 1:
             return
         backend = dist.get_backend()
-        kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        if topology.model_parallel_size > 1:
+            self.model = ModelComm(topology, backend, device, timeout, self.stats)
+        if self.world_size == 1:
+            return
         self.point_to_point = backend == "gloo" and device.type == "cpu"
         if not self.point_to_point:
             self._make_shard_groups(backend)
         if backend == "fake":
             return
         if self._gather_group is None:
-            self._gather_group = dist.new_group(backend=backend, **kwargs)
-        self._reduce_group = dist.new_group(backend=backend, **kwargs)
+            self._gather_group = self._new_group(backend)
+        self._reduce_group = self._new_group(backend)
         if self._scatter_group is None:
             self._scatter_group = self._reduce_group
-        self._control_group = dist.new_group(backend="gloo", **kwargs)
-        # A prefix of its own for every Comm, the same on all ranks because they are made in the same order.
-        self._store = dist.PrefixStore(f"lightning_zero/{_next_comm()}", _get_default_store())
+        self._control_group = self._new_group("gloo")
+        # A prefix of its own for every Comm, the same on all its ranks because they are made in the same order.
+        self._store = dist.PrefixStore(f"lightning_zero/{_next_comm()}/{topology.column}", _get_default_store())
+
+    def _new_group(self, backend: str, groups: list[list[int]] | None = None) -> Any:
+        """This rank's of new groups of data-parallel ranks (all of them, if there are none given). A collective of all
+        ranks."""
+        everybody = [list(range(self.world_size))]
+        return _own_group(self.topology.everywhere(groups or everybody), backend, self._timeout)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other ranks, of this or of other batches."""
+        return self.world_size > 1 or self.model is not None
+
+    @property
+    def data_group(self) -> Any:
+        """The process group of the data-parallel ranks; None for all ranks."""
+        return None if self.model is None else self._reduce_group
 
     def _make_shard_groups(self, backend: str) -> None:
         """Where shard groups are not of all ranks, collectives inside and across them need groups of their own; sends and
@@ -127,7 +151,7 @@ class Comm:
         topology = self.topology
         if topology.replicas > 1:
             wanted = (topology.shard_groups, topology.shard_groups, topology.replica_groups)
-            groups = [dist.new_subgroups_by_enumeration(g, self._timeout, backend)[0] for g in wanted]
+            groups = [self._new_group(backend, each) for each in wanted]
             self._gather_group, self._scatter_group, self._replica_group = groups
 
     # -- parameters and gradients ------------------------------------------------------------------------------------
@@ -194,11 +218,11 @@ class Comm:
         replicas = self.topology.replica_group
         peers, shard = self._others(replicas), shard.to(wire)
         pieces = dict(zip(replicas, shard.tensor_split(len(replicas)), strict=True))
-        own = pieces[self.rank]
+        own = pieces[self.topology.rank]
         received = {peer: torch.empty_like(own) for peer in peers}
         works = self._post(self._reduce_group, tag, {peer: pieces[peer] for peer in peers}, received)
         exchange = Exchange("reducing gradients", self.rank, works, [shard])
-        own.copy_(_sum(exchange, [received.get(rank, own) for rank in replicas], replicas.index(self.rank)))
+        own.copy_(_sum(exchange, [received.get(rank, own) for rank in replicas], replicas.index(self.topology.rank)))
         works = self._post(self._reduce_group, tag, dict.fromkeys(peers, own), {peer: pieces[peer] for peer in peers})
         Exchange("reducing gradients", self.rank, works, [shard]).wait()
         return shard
@@ -246,20 +270,29 @@ class Comm:
         self, group: Any, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
     ) -> list[tuple[int, Any]]:
         """Start receiving from and sending to peers."""
-        works = [(peer, group.recv([tensor], peer, tag)) for peer, tensor in receives.items() if tensor.numel()]
-        return works + [(peer, group.send([tensor], peer, tag)) for peer, tensor in sends.items() if tensor.numel()]
+        names = self.topology.members
+        works = [(names[peer], group.recv([one], peer, tag)) for peer, one in receives.items() if one.numel()]
+        return works + [(names[peer], group.send([one], peer, tag)) for peer, one in sends.items() if one.numel()]
 
     # -- small things ------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce a small tensor in place over all ranks (``sum`` or ``max``) and return it."""
+        """Reduce a small tensor in place over the data-parallel ranks (``sum`` or ``max``) and return it."""
         if self.world_size > 1:
             self._count_control(tensor)
-            ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
             group = self._control_group if tensor.device.type == "cpu" else self._reduce_group
             with self.stats.waiting(CONTROL_CALLS):
-                dist.all_reduce(tensor, op=ops[op], group=group)
+                dist.all_reduce(tensor, op=_OPS[op], group=group)
         return tensor
+
+    def all_reduce_everywhere(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """The same over all ranks, those of model-parallel groups too."""
+        tensor = self.all_reduce(tensor, op)
+        return tensor if self.model is None else self.model.all_reduce(tensor, op)
+
+    def over_model(self, value: int) -> int:
+        """The largest value of this rank's model-parallel group."""
+        return value if self.model is None else int(self.model.all_reduce(torch.tensor(value), "max"))
 
     def broadcast(self, tensors: list[Tensor], src: int = 0) -> None:
         """Overwrite the tensors of every rank with those of ``src``."""
@@ -267,7 +300,7 @@ class Comm:
             works = []
             for tensor in tensors:
                 self.stats.count("broadcast", tensor.numel() * tensor.element_size())
-                works.append(dist.broadcast(tensor, src, group=self._reduce_group, async_op=True))
+                works.append(dist.broadcast(tensor, self.topology.members[src], self._reduce_group, async_op=True))
             with self.stats.waiting("broadcast"):
                 for work in works:
                     work.wait()
@@ -323,7 +356,7 @@ class Comm:
             return
         for theirs in zip_longest(*self.all_gather_object(list(values)), fillvalue="nothing"):
             if len(set(theirs)) > 1:
-                listed = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(theirs))
+                listed = "; ".join(f"rank {rank} has {value}" for rank, value in zip(self.topology.members, theirs))
                 raise RuntimeError(f"The ranks do not have the same {what}: {listed}. This is rank {self.rank}.")
 
     def _apart(self, place: str, timeout: float | None) -> RuntimeError:
@@ -333,12 +366,12 @@ class Comm:
         # The others' time limits end a little earlier or later.
         deadline = time.monotonic() + min(_ASK_SECONDS, timeout or _ASK_SECONDS)
         while True:
-            here = [r for r in range(self.world_size) if self._store.check([f"{self._exchanges}/{r}"])]
+            here = [r for r in self.topology.members if self._store.check([f"{self._exchanges}/{r}"])]
             if len(here) == self.world_size or time.monotonic() > deadline:
                 break
             time.sleep(0.01)
         where = "; ".join(f"rank {r} is {self._store.get(f'{self._exchanges}/{r}').decode()}" for r in here)
-        away = [r for r in range(self.world_size) if r not in here]
+        away = [r for r in self.topology.members if r not in here]
         missing = f"; rank(s) {away} did not come within {timeout or _ASK_SECONDS:g} s" if away else ""
         return RuntimeError(
             f"The ranks have gone different ways: {where}{missing}. This is rank {self.rank}.{_WAY_OUT}"
@@ -348,7 +381,7 @@ class Comm:
     def storage_group(self) -> Any:
         """The group over which ranks agree on what each writes to a checkpoint; the first use is a collective."""
         if self._storage_group is None and self.world_size > 1 and self._control_group is not None:
-            self._storage_group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._storage_group = self._new_group("gloo")
         return self._storage_group
 
     def close(self) -> None:
@@ -357,7 +390,7 @@ class Comm:
 
     def _others(self, group: list[int]) -> list[int]:
         # Starting after the own rank spreads the load: not everyone talks to the first rank first.
-        own = group.index(self.rank)
+        own = group.index(self.topology.rank)
         return group[own + 1 :] + group[:own]
 
     def _next_tag(self, kind: str, channel: int) -> int:
@@ -367,6 +400,62 @@ class Comm:
     def _count_control(self, tensor: Tensor) -> None:
         nbytes = 2 * tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
         self.stats.count(CONTROL_CALLS, nbytes)
+
+
+class ModelComm:
+    """Collectives over this rank's model-parallel group, whose ranks work on the same batch. All of its ranks call alike."""
+
+    def __init__(
+        self, topology: Topology, backend: str, device: torch.device, timeout: timedelta | None, stats: CommStats
+    ) -> None:
+        self.rank, self.size = topology.column, topology.model_parallel_size
+        self._ranks = [column[topology.rank] for column in topology.columns]
+        self._stats = stats
+        self._group = self._control_group = None
+        if backend != "fake":
+            self._group = _own_group(topology.model_groups, backend, timeout)
+            self._control_group = _own_group(topology.model_groups, "gloo", timeout)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce a small tensor in place (``sum`` or ``max``) and return it."""
+        with self._stats.waiting(CONTROL_CALLS):
+            dist.all_reduce(tensor, op=_OPS[op], group=self._group_for(tensor))
+        self._stats.count(CONTROL_CALLS, 2 * tensor.nbytes * (self.size - 1) // self.size)
+        return tensor
+
+    def all_gather(self, shard: Tensor) -> Tensor:
+        """The shards of all ranks, 1-D and of one size, one after the other."""
+        full = shard.new_empty(self.size * shard.numel())
+        self._stats.count("activations", shard.nbytes * (self.size - 1))
+        with self._stats.waiting("activations"):
+            dist.all_gather(list(full.chunk(self.size)), shard, group=self._group_for(shard))
+        return full
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """The first rank's ``tensor``."""
+        copy = tensor.clone()
+        dist.broadcast(copy, self._ranks[0], group=self._group_for(tensor))
+        return copy
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``, in the group's order."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._control_group)
+        return values
+
+    def _group_for(self, tensor: Tensor) -> Any:
+        return self._control_group if tensor.device.type == "cpu" else self._group
+
+
+def all_model_groups(group: Any) -> list[list[int]]:
+    """The global ranks of every rank's model-parallel ``group``, each group once. A collective of all ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sorted(dist.get_process_group_ranks(group)))
+    return [list(ranks) for ranks in sorted({tuple(ranks) for ranks in found})]
+
+
+def _own_group(groups: list[list[int]], backend: str, timeout: timedelta | None) -> Any:
+    return dist.new_subgroups_by_enumeration(groups, timeout, backend)[0]
 
 
 def check_backend(name: str) -> None:

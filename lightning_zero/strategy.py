@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_zero import planner
 from lightning_zero.activations.checkpointing import Recomputation, checked_policy
 from lightning_zero.activations.offload import ActivationStore
+from lightning_zero.activations.partitioned import PartitionedInputs
 from lightning_zero.checkpoint.saving import FolderSaver, saves_in_background
 from lightning_zero.comm import Comm, check_backend
 from lightning_zero.config import (
@@ -37,20 +38,21 @@ from lightning_zero.config import (
 )
 from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
+from lightning_zero.model_parallel import JoinsGroups, check_replicated, check_trainer, checked_model_parallel
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
 from lightning_zero.plugins import TakesPlugins
 from lightning_zero.saving import SavesShards
 from lightning_zero.stopping import stop_together
-from lightning_zero.topology import checked_shard_group_size, make_topology
+from lightning_zero.topology import checked_shard_group_size
 from lightning_zero.transfer import Link, StreamLink
 from lightning_zero.uneven import MeetsUnevenRanks, UnevenBatches
 
 _CLOSE_TIMEOUT_SECONDS = 10.0
 
 
-class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, SavesShards):
+class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, SavesShards, JoinsGroups):
     """Data-parallel training with sharded optimizer state, gradients and parameters (ZeRO, SC 20).
 
     The LightningModule needs no change and is never wrapped.
@@ -67,9 +69,15 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
         reduce_dtype: dtype of gradients on the wire; ``None`` is the parameters' own dtype.
         shard_group_size: shard inside groups of this many consecutive ranks and replicate across them; ``None`` shards
             over all ranks.
+        model_parallel: ranks that work on one batch together, each with its part of tensor-parallel layers: how many
+            consecutive ranks, a DeviceMesh with a dimension named ``tensor_parallel`` (or that dimension's own), or a
+            process group. ZeRO shards over the data-parallel ranks, those at the same place of their groups. Parameters
+            of which each rank has another part have ``tensor_model_parallel = True``.
         activation_checkpointing_policy: which modules are recomputed in backward: module classes, names or patterns of
             names (``"blocks.*"``), or a callable of the module that returns whether, or keyword arguments of
             ``torch.utils.checkpoint.checkpoint``.
+        partition_activations: keep what ``activation_checkpointing_policy`` keeps in parts on the ranks of a
+            model-parallel group.
         activation_offload: keep saved activations in host memory (where there is a device).
         state_dict_type: ``"full"`` saves one ordinary Lightning checkpoint, ``"sharded"`` a folder to which all ranks
             write in parallel. Either loads, whatever this is.
@@ -90,7 +98,9 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
         prefetch: int = 1,
         reduce_dtype: torch.dtype | str | None = None,
         shard_group_size: int | None = None,
+        model_parallel: Any = None,
         activation_checkpointing_policy: Any = None,
+        partition_activations: bool = False,
         activation_offload: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         read_timeout: float = 30.0,
@@ -116,6 +126,15 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
         self._precision_plugin = precision_plugin
         checked_shard_group_size(shard_group_size)
         self.shard_group_size = shard_group_size
+        self.model_parallel = checked_model_parallel(model_parallel)
+        if self.model_parallel is not None and stage == "auto":
+            raise ValueError("stage='auto' does not count what the ranks of model_parallel groups hold: name a stage")
+        if partition_activations and (model_parallel is None or activation_checkpointing_policy is None):
+            raise ValueError(
+                "partition_activations=True needs model_parallel, whose ranks keep the parts, and an"
+                " activation_checkpointing_policy, whose modules' inputs are kept"
+            )
+        self.partition_activations = partition_activations
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}")
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
@@ -176,7 +195,13 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
         if comm.world_size > 1:
             # Ranks may have built different weights. Also for evaluation: all see rank 0's.
             comm.check_same("parameters and buffers", outline(self.model))
-            _sync_module_states(self.model)
+            if comm.model is None:
+                _sync_module_states(self.model)
+            else:
+                comm.broadcast([t.detach() for t in (*self.model.parameters(), *self.model.buffers()) if t.numel()])
+        if comm.model is not None and fitting:
+            check_replicated(self.model, comm)
+            check_trainer(trainer)
         if fitting:
             self.setup_optimizers(trainer)
             if self._chooses:
@@ -191,8 +216,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
         """The groups are made once per process group: making them is a collective, and there is a limit to how many."""
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._comm is None or self._comm_group is not group:
-            topology = make_topology(self.global_rank, self.world_size, self.shard_group_size)
-            self._comm = Comm(self.global_rank, self.world_size, self.root_device, self._timeout, topology)
+            self._comm = Comm(self.global_rank, self.world_size, self.root_device, self._timeout, self._topology)
             self._comm_group = group
         return self._comm
 
@@ -221,13 +245,17 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
             config = self._engine_config(module, updater)
             plugin.convert_buffers(module)
             optimizers = self.optimizers if fitting else []
-            self.engine = ZeroEngine(module, comm, config, optimizers, updater, self._make_keeper(link, fitting))
+            keeper = self._make_keeper(link, fitting)
+            self.engine = ZeroEngine(module, comm, config, optimizers, updater, keeper)
             if not self.engine.units:
                 self.model = plugin.convert_module(module)
         if fitting:
             self._optimizer_engine = self.engine
             if self._recomputed is not None:
-                self._recomputation = Recomputation(module, self._recomputed)
+                inputs = None
+                if self.partition_activations and comm.model is not None:
+                    inputs = PartitionedInputs(comm.model, keeper)
+                self._recomputation = Recomputation(module, self._recomputed, inputs)
         plugin.engine = self.engine
         self._syncs_buffers = self._buffers_due = fitting and comm.world_size > 1
 

@@ -6,9 +6,18 @@ different shards; each column is a group of replicas, whose ranks own the same o
               shard 0   shard 1
     group 0   rank 0    rank 1
     group 1   rank 2    rank 3
+
+With model-parallel groups (``model_parallel``) ranks of one group work on the same batch, and the data-parallel ranks are
+those that stand at the same place of their groups. Four ranks in model-parallel groups of 2: each row is a group, each
+column has data-parallel ranks 0 and 1, which share shards as above::
+
+    rank 0    rank 1
+    rank 2    rank 3
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,28 @@ class Topology:
     """Data-parallel ranks."""
     num_shards: int
     """Ranks of a shard group."""
+    columns: tuple[tuple[int, ...], ...]
+    """The data-parallel ranks, as global ones, of every place in a model-parallel group."""
+    column: int
+    """The place of this rank."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """This rank's data-parallel ranks, as global ones."""
+        return self.columns[self.column]
+
+    @property
+    def model_parallel_size(self) -> int:
+        return len(self.columns)
+
+    @property
+    def model_groups(self) -> list[list[int]]:
+        """The model-parallel groups, of global ranks."""
+        return [list(group) for group in zip(*self.columns, strict=True)]
+
+    def everywhere(self, groups: list[list[int]]) -> list[list[int]]:
+        """The global ranks of groups of data-parallel ranks, in all columns."""
+        return [[column[rank] for rank in group] for column in self.columns for group in groups]
 
     @property
     def replicas(self) -> int:
@@ -58,9 +89,36 @@ class Topology:
         return self.replica_groups[self.shard_rank]
 
 
-def make_topology(rank: int, world_size: int, shard_group_size: int | None = None) -> Topology:
-    """Raises ValueError unless groups of ``shard_group_size`` (None: of all ranks) divide the ranks evenly."""
-    return Topology(rank, world_size, checked_shard_group_size(shard_group_size, world_size))
+def make_topology(
+    rank: int,
+    world_size: int,
+    shard_group_size: int | None = None,
+    model_groups: Sequence[Sequence[int]] | None = None,
+) -> Topology:
+    """The topology of ``world_size`` ranks as global rank ``rank`` sees it; ``model_groups`` are all model-parallel ones.
+
+    Raises ValueError unless groups of ``shard_group_size`` (None: of all) divide the data-parallel ranks evenly, and the
+    model-parallel groups are of one size, hold each rank once and run through the ranks alike.
+    """
+    if model_groups is None:
+        model_groups = [[each] for each in range(world_size)]
+    columns = _columns(model_groups, world_size)
+    column = next(i for i, members in enumerate(columns) if rank in members)
+    size = len(columns[0])
+    num_shards = checked_shard_group_size(shard_group_size, size)
+    return Topology(columns[column].index(rank), size, num_shards, columns, column)
+
+
+def _columns(model_groups: Sequence[Sequence[int]], world_size: int) -> tuple[tuple[int, ...], ...]:
+    groups = sorted(sorted(group) for group in model_groups)
+    alike = len({len(group) for group in groups}) == 1 and sorted(chain(*groups)) == list(range(world_size))
+    columns = tuple(zip(*groups, strict=True)) if alike else ()
+    if not alike or any(list(column) != sorted(column) for column in columns):
+        raise ValueError(
+            f"model_parallel: the groups {groups} do not cover {world_size} ranks in groups of one size that run through"
+            " them alike, as the rows of a DeviceMesh do"
+        )
+    return columns
 
 
 def checked_shard_group_size(shard_group_size: int | None, world_size: int | None = None) -> int:

@@ -10,12 +10,16 @@ import copy
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.activations.partitioned import PartitionedInputs
 
 # Keyword arguments of torch.utils.checkpoint.checkpoint that a policy may give; it is never reentrant.
 _SETTINGS = {"context_fn", "determinism_check", "preserve_rng_state", "debug", "early_stop"}
@@ -61,9 +65,12 @@ def _of_callable(policy: Callable) -> Chooser:
 
 
 class Recomputation:
-    """The modules below ``root`` that are recomputed in backward. See [Note: a module that is recomputed]."""
+    """The modules below ``root`` that are recomputed in backward. See [Note: a module that is recomputed].
 
-    def __init__(self, root: nn.Module, chooser: Chooser) -> None:
+    ``inputs`` keeps what they were called with in parts.
+    """
+
+    def __init__(self, root: nn.Module, chooser: Chooser, inputs: PartitionedInputs | None = None) -> None:
         chosen: dict[nn.Module, tuple[str, Mapping[str, Any]]] = {}
         _choose("", root, chooser, chosen)
         if not chosen:
@@ -75,8 +82,8 @@ class Recomputation:
         # Only now: a policy that raises has changed nothing.
         self.names = [name for name, _ in chosen.values()]
         self._modules = list(chosen)
-        for module, (_, settings) in chosen.items():
-            module.forward = _Recomputed(module, settings)
+        for module, (name, settings) in chosen.items():
+            module.forward = _Recomputed(module, settings, name, inputs)
 
     def remove(self) -> None:
         """Give the modules their own ``forward`` back."""
@@ -90,9 +97,12 @@ class Recomputation:
 class _Recomputed:
     """``module.forward`` under checkpointing. Copies with the module, and then runs the copy's."""
 
-    def __init__(self, module: nn.Module, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, settings: Mapping[str, Any], name: str = "", inputs: PartitionedInputs | None = None
+    ) -> None:
         self._module = module
         self._settings = dict(settings)
+        self._name, self._inputs = name, inputs
         self._own = module.__dict__.get("forward")  # somebody has replaced the class's already
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +120,9 @@ class _Recomputed:
             args, kwargs = tree_unflatten([kept[place] for place in places], structure)
             return forward(*args, **kwargs)
 
-        return checkpoint(run, *distinct.values(), use_reentrant=False, **self._settings)
+        # Only the inputs are saved under these hooks: the recompute has its own for what is saved inside.
+        with nullcontext() if self._inputs is None else saved_tensors_hooks(*self._inputs.hooks(self._name)):
+            return checkpoint(run, *distinct.values(), use_reentrant=False, **self._settings)
 
     def _forward(self) -> Callable:
         return self._own if self._own is not None else type(self._module).forward.__get__(self._module)
@@ -125,6 +137,7 @@ class _Recomputed:
         other = _Recomputed.__new__(_Recomputed)
         memo[id(self)] = other
         other._module = copy.deepcopy(self._module, memo)
+        other._name, other._inputs = self._name, None
         other._settings, other._own = self._settings, copy.deepcopy(self._own, memo)
         return other
 

@@ -162,7 +162,7 @@ class MemoryMonitor(pl.Callback):
         predicted = self._forecast.predicted
         precision = str(trainer.precision)
         stages = [0, 1, 2, 3] if engine.units else [0]
-        by_stage = [estimate.estimate_engine(engine, trainer.world_size, precision, stage) for stage in stages]
+        by_stage = [estimate.estimate_engine(engine, _data_parallel_size(trainer), precision, stage) for stage in stages]
         title = f"{self._forecast.setting}: {self._forecast.details}"
         memory_plot.draw(self.plot, title, self._recorder.trace, by_stage, predicted.stage, peak, predicted.on_host)
         pl_module.print(f"The memory of one step is drawn in {self.plot}")
@@ -214,7 +214,7 @@ def _check_strategy(strategy: Strategy, plot: str | None) -> None:
 
 
 def _forecast(trainer: "pl.Trainer") -> Forecast:
-    world_size, precision = trainer.world_size, str(trainer.precision)
+    world_size, precision = _data_parallel_size(trainer), str(trainer.precision)
     engine = _engine(trainer)
     if engine is None:
         predicted = estimate.estimate_plain(trainer.lightning_module, trainer.optimizers, world_size, precision)
@@ -232,6 +232,11 @@ def _forecast(trainer: "pl.Trainer") -> Forecast:
     count = estimate.short_count(predicted.num_parameters)
     details = f"{count} parameters, {precision}, {optimizers or 'no optimizer'}"
     return Forecast(f"{name}, {ranks}", details, predicted, formula, plain)
+
+
+def _data_parallel_size(trainer: "pl.Trainer") -> int:
+    strategy = trainer.strategy
+    return strategy.data_parallel_size if isinstance(strategy, ZeroStrategy) else trainer.world_size
 
 
 def _as_metrics(readings: Mapping[str, Reading], separator: str) -> dict[str, float]:

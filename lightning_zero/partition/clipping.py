@@ -12,11 +12,14 @@ from lightning_zero.comm import Comm
 class GradientShards:
     """The owned parts of some parameters' reduced gradients; what is done to them is done to the gradients.
 
-    ``shards`` are this rank's, one for each gradient that it owns a part of.
+    ``shards`` are this rank's, one for each gradient that it owns a part of, with the number of ranks that own the same:
+    replicas of shard groups, and model-parallel ranks where the parameter is not one of a tensor-parallel layer.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], shards: list[Tensor], comm: Comm) -> None:
-        self._shards = shards
+    def __init__(self, parameters: Iterable[nn.Parameter], shards: list[tuple[nn.Parameter, Tensor]], comm: Comm) -> None:
+        self._shards = [shard for _, shard in shards]
+        replicas, alike = comm.topology.replicas, 1 if comm.model is None else comm.model.size
+        self._owners = [replicas * (1 if is_tensor_parallel(parameter) else alike) for parameter, _ in shards]
         self._comm = comm
         wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         self._norm_dtype = torch.float64 if wide else torch.float32
@@ -24,7 +27,7 @@ class GradientShards:
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm over all ranks; returns that norm (0-dim tensor)."""
         zero = torch.zeros((), dtype=self._norm_dtype, device=self._comm.device)
-        return clip_by_norm(self._shards, max_norm, norm_type, self._comm.all_reduce, zero, self._comm.topology.replicas)
+        return clip_by_norm(self._shards, self._owners, max_norm, norm_type, self._comm.all_reduce_everywhere, zero)
 
     def clip_by_value(self, clip_value: float) -> None:
         """Clamp every element to ``[-clip_value, clip_value]``."""
@@ -37,22 +40,27 @@ class GradientShards:
         found, scale = torch.zeros((), device=home), torch.full((), inverse_scale, device=home)
         if self._shards:
             torch._amp_foreach_non_finite_check_and_unscale_(self._shards, found, scale)
-        return self._comm.all_reduce(found.to(self._comm.device), "max")
+        return self._comm.all_reduce_everywhere(found.to(self._comm.device), "max")
+
+
+def is_tensor_parallel(parameter: nn.Parameter) -> bool:
+    """Whether the ranks of a model-parallel group have different parts of one parameter, by Megatron's attribute."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def clip_by_norm(
     shards: list[Tensor],
+    owners: list[int],
     max_norm: float,
     norm_type: float,
     all_reduce: Callable[[Tensor, str], Tensor],
     zero: Tensor,
-    replicas: int = 1,
 ) -> Tensor:
     """Scale the gradient shards in place so that the norm over all ranks is at most ``max_norm``; returns the norm.
 
     The rule is ``torch.nn.utils.clip_grad_norm_``'s: the factor is ``max_norm / (norm + 1e-6)``, at most 1.
     """
-    norm = total_norm(shards, norm_type, all_reduce, zero, replicas)
+    norm = total_norm(shards, owners, norm_type, all_reduce, zero)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Where looking is free, gradients that need no clipping are left alone.
     if shards and not (factor.device.type == "cpu" and factor == 1):
@@ -62,16 +70,19 @@ def clip_by_norm(
 
 def total_norm(
     shards: list[Tensor],
+    owners: list[int],
     norm_type: float,
     all_reduce: Callable[[Tensor, str], Tensor],
     zero: Tensor,
-    replicas: int,
 ) -> Tensor:
     """The norm of all ranks' shards taken as one vector, as a 0-dim tensor of the dtype and device of ``zero`` (the
-    ranks' shards may differ in dtype). Each shard is there ``replicas`` times, and counts once."""
+    ranks' shards may differ in dtype). A shard that several ranks own counts once."""
     norm_type = float(norm_type)
     norms = torch.stack([zero, *(n.to(zero) for n in (torch._foreach_norm(shards, norm_type) if shards else ()))])
     if math.isinf(norm_type):
         return all_reduce(norms.max(), "max")
-    power = (norms.double() ** norm_type).sum()
-    return ((all_reduce(power, "sum") / replicas) ** (1.0 / norm_type)).to(zero)
+    powers = norms.double() ** norm_type
+    if max(owners, default=1) > 1:
+        powers /= torch.tensor([1, *owners], dtype=torch.float64, device=norms.device)
+    power = powers.sum()
+    return (all_reduce(power, "sum") ** (1.0 / norm_type)).to(zero)

@@ -75,7 +75,7 @@ class ZeroEngine:
         check_module(module, config.residence.whole_parameters)
         for optimizer in optimizers:
             check_supported(optimizer, self._names)
-        if comm.world_size > 1 or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or self._needs_master():
+        if comm.is_shared or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or self._needs_master():
             self._make_units()
         self._shards_parameters = bool(self.units) and not config.residence.whole_parameters
         self.whole = WholeTensors(self.units, comm, self._pool)
@@ -271,7 +271,7 @@ class ZeroEngine:
         use, late = self._sync.local_use(), self._sync.late()
         if not self._schedule.active:
             self._schedule.begin("a backward outside of a step")
-        stop = int(self.stop_wanted)  # read once: a signal may come at any time
+        stop = self._comm.over_model(int(self.stop_wanted))  # read once: a signal may come at any time
         if not self._schedule.finish([fingerprint(use), fingerprint(late), self._outside.edits ^ stop]):
             self._outside.compare_edits(self.units)
             use, late = self._any_rank(use), self._any_rank(late)
@@ -480,12 +480,13 @@ class ZeroEngine:
         """The reduced gradients of ``parameters``, to clip or to scale."""
         self.complete()
         self.settle()
-        parameters, shards = list(parameters), []
+        parameters = list(parameters)
+        shards: list[tuple[nn.Parameter, Tensor]] = []
         for parameter in parameters:
             located = self.locate(parameter)
             local = None if located is None or located[1] is None else located[1].local(located[2])
             if local is not None and local.numel():
-                shards.append(local)
+                shards.append((parameter, local))
         return GradientShards(parameters, shards, self._comm)
 
     def masters(self, keep: bool) -> dict[str, Tensor]:
