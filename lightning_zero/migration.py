@@ -28,7 +28,7 @@ _DDP = {
     "device_ids": "Use devices of the Trainer.",
     "output_device": "Use devices of the Trainer.",
     "dim": "Not needed: each rank has its own batch. Remove it.",
-    "process_group": "Use process_group_backend; the group is always that of all ranks.",
+    "process_group": "Use process_group_backend; shard_group_size and model_parallel form groups of ranks.",
     "module": "Use the module given to trainer.fit: it is never wrapped.",
 }
 _FSDP = {
@@ -38,7 +38,7 @@ _FSDP = {
     "activation_checkpointing": "Use activation_checkpointing_policy.",
     "sharding_strategy": "Use stage: 'SHARD_GRAD_OP' is stage=2, 'FULL_SHARD' is stage=3, 'HYBRID_SHARD' is shard_group_size,"
     " 'NO_SHARD' is plain DDP.",
-    "device_mesh": "Use shard_group_size: a mesh of replicas and shards; other meshes are not supported.",
+    "device_mesh": "Use shard_group_size for a mesh of replicas and shards, model_parallel for one with a tensor-parallel dimension.",
     "backward_prefetch": "Use prefetch: units gathered ahead, in forward and backward.",
     "forward_prefetch": "Use prefetch: units gathered ahead, in forward and backward.",
     "limit_all_gathers": "Use prefetch: units gathered ahead bound the memory.",
@@ -48,8 +48,8 @@ _FSDP = {
     "param_init_fn": "Not needed: initialise the module in __init__ or configure_model. Remove it.",
     "sync_module_states": "Not needed: all ranks start from rank 0's weights. Remove it.",
     "device_id": "Use devices of the Trainer.",
-    "data_parallel_size": "Use shard_group_size; the data-parallel size is devices times num_nodes of the Trainer.",
-    "tensor_parallel_size": "Not supported: ZeRO is data parallelism only.",
+    "data_parallel_size": "Use model_parallel: the data-parallel size is devices times num_nodes of the Trainer, divided by it.",
+    "tensor_parallel_size": "Use model_parallel; the module brings its own tensor-parallel layers (docs/model-parallel.md).",
     "save_distributed_checkpoint": "Use state_dict_type.",
 }
 _DEEPSPEED = {

@@ -11,7 +11,6 @@ All others must be the same on the ranks of a group.
 from itertools import chain
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -119,6 +118,24 @@ class JoinsGroups(DDPStrategy):
         return self._comm.data_group if group is None and self._comm is not None else group
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self._refuse_checkpoints()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._refuse_checkpoints()
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _refuse_checkpoints(self) -> None:
+        if self._topology is not None and self._topology.model_parallel_size > 1:
+            raise NotImplementedError(
+                "Checkpoints with model_parallel are not implemented yet: a file would hold one rank's parts only. Use"
+                " Trainer(enable_checkpointing=False) without checkpoint callbacks, and save `module.state_dict()` of each"
+                " rank of a model-parallel group after the fit."
+            )
+
+    @override
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_topology": None, "_topology_of": None, "_mesh": None}
 
@@ -148,18 +165,3 @@ def check_replicated(module: nn.Module, comm: Comm) -> None:
             f"{', ...' if len(apart) > 3 else ''} (this is rank {comm.rank}). Set `parameter.tensor_model_parallel = True`"
             " if each rank has its own part, or initialise them alike."
         )
-
-
-def check_trainer(trainer: "pl.Trainer") -> None:
-    """Raise NotImplementedError where a run would save checkpoints."""
-    if trainer.checkpoint_callbacks:
-        raise no_checkpoints()
-
-
-def no_checkpoints() -> NotImplementedError:
-    """The error of saving and loading."""
-    return NotImplementedError(
-        "Checkpoints with model_parallel are not implemented yet: a file would hold one rank's parts only. Use"
-        " Trainer(enable_checkpointing=False) without checkpoint callbacks, and save `module.state_dict()` of each rank of a"
-        " model-parallel group after the fit."
-    )

@@ -19,7 +19,6 @@ from lightning_zero.checkpoint.saving import FolderSaver, failing_together, save
 from lightning_zero.checkpoint.training import OWN_KEY, from_folder, load_optimizers
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
-from lightning_zero.model_parallel import no_checkpoints
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.optimizer import StateForm
 
@@ -71,8 +70,6 @@ class SavesShards(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._comm is None or self.lightning_module is None:
             raise RuntimeError("a checkpoint was saved before ZeroStrategy.setup")
-        if self._comm.model is not None:
-            raise no_checkpoints()
         engine = self._optimizer_engine
         with failing_together(self._comm, self.config.read_timeout):
             if self.state_dict_type == "full":
@@ -98,8 +95,6 @@ class SavesShards(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._folders.wait()
-        if self._comm is not None and self._comm.model is not None:
-            raise no_checkpoints()
         if not is_folder(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         sharded = self.engine is not None and self.engine.units and not self.engine.closed

@@ -38,7 +38,7 @@ from lightning_zero.config import (
 )
 from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
-from lightning_zero.model_parallel import JoinsGroups, check_replicated, check_trainer, checked_model_parallel
+from lightning_zero.model_parallel import JoinsGroups, check_replicated, checked_model_parallel
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
@@ -52,7 +52,7 @@ from lightning_zero.uneven import MeetsUnevenRanks, UnevenBatches
 _CLOSE_TIMEOUT_SECONDS = 10.0
 
 
-class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, SavesShards, JoinsGroups):
+class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, JoinsGroups, SavesShards):
     """Data-parallel training with sharded optimizer state, gradients and parameters (ZeRO, SC 20).
 
     The LightningModule needs no change and is never wrapped.
@@ -201,7 +201,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
                 comm.broadcast([t.detach() for t in (*self.model.parameters(), *self.model.buffers()) if t.numel()])
         if comm.model is not None and fitting:
             check_replicated(self.model, comm)
-            check_trainer(trainer)
+            if trainer.checkpoint_callbacks:
+                self._refuse_checkpoints()
         if fitting:
             self.setup_optimizers(trainer)
             if self._chooses:

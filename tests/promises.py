@@ -122,8 +122,11 @@ TABLE: dict[str, tuple[Promises, Promises]] = {
         {},
     ),
     "groups of ranks": (
-        {"hybrid sharding (`shard_group_size`)": "test_hybrid.py::test_four_ranks"},
-        {},
+        {
+            "hybrid sharding (`shard_group_size`)": "test_hybrid.py::test_four_ranks",
+            "a module's own tensor parallelism (`model_parallel`)": "test_model_parallel.py::test_two_by_two_ranks_are_one_process",
+        },
+        {"checkpoints with `model_parallel`": "test_model_parallel.py::test_what_is_refused"},
     ),
     "not there yet": (
         {},

@@ -8,14 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import MemoryMonitor, ZeroStrategy
+from lightning_zero.activations import offload as activation_offload
+from lightning_zero.activations.partitioned import PartitionedInputs
+from lightning_zero.comm import Comm
 from lightning_zero.topology import make_topology
 from tests.harness import make_trainer, run
 from tests.parity import STAGES, TINY_UNIT_MB, PlainStrategy, RandomData, Recorder
+from tests.slow_link import FarStrategy
 
 WIDTH, HIDDEN, BLOCKS = 6, 10, 2
 OPTIMIZERS = {
@@ -195,3 +200,211 @@ def test_two_by_two_ranks_are_one_process(optimizer: str) -> None:
         losses = torch.tensor([rank[number]["losses"] for rank in results])
         assert torch.equal(losses[0], losses[1])
         torch.testing.assert_close(losses[::2].mean(0), torch.tensor(wanted["losses"]), rtol=1e-5, atol=1e-6)
+
+
+# -- one data-parallel rank ------------------------------------------------------------------------------------------
+
+
+class Built(Net):
+    """Builds its blocks from the mesh that the strategy has made; the parts are of 3, 3, 3 and 1 rows."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.blocks = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            torch.manual_seed(1)
+            group = self.device_mesh["tensor_parallel"].get_group()
+            self.blocks = nn.ModuleList(Parallel(group) for _ in range(BLOCKS))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == 3:
+            loss = loss + self.blocks[-1].second.sum() * float("inf")  # only the gradient of this rank's part
+        return loss
+
+
+class Scales(pl.Callback):
+    """The loss scale by step and, in the third step, a stop signal to one rank."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and trainer.global_rank == 2:
+            trainer.strategy.engine.stop_wanted = True
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.seen.append(trainer.precision_plugin.scaler.get_scale())
+
+
+def overflow() -> tuple[list[float], float, int, list[str]]:
+    scales, strategy = Scales(), ZeroStrategy(stage=3, model_parallel=4, unit_size_mb=TINY_UNIT_MB)
+    trainer = make_trainer(
+        ".", strategy=strategy, max_epochs=1, callbacks=[scales, MemoryMonitor(2)], precision="16-mixed",
+        gradient_clip_val=1e-3,
+    )  # fmt: skip
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Built(), DataLoader(RandomData(16, WIDTH), batch_size=2))
+    return scales.seen, float(strategy.last_grad_norm), strategy.data_parallel_size, list(strategy.comm_stats())
+
+
+def test_model_parallel_ranks_alone_agree_on_overflows_norms_and_stops(capfd: pytest.CaptureFixture[str]) -> None:
+    results = run(4, overflow)
+    assert "predicted: ZeRO stage 3, 1 rank\n" in capfd.readouterr().out
+    scale = results[0][0][0]
+    for seen, norm, size, collectives in results:
+        assert seen == [scale, scale / 2, scale / 2]
+        assert norm == results[0][1] > 0
+        assert size == 1
+        assert collectives == ["control"]  # nothing to gather or to reduce
+
+
+# -- inputs in parts -------------------------------------------------------------------------------------------------
+
+
+def kept() -> dict[str, Any]:
+    number, found = dist.get_rank(), {}
+    comm = Comm(number, 2, torch.device("cpu"), topology=make_topology(number, 2, None, [[0, 1]]))
+    inputs = PartitionedInputs(comm.model)
+    same = torch.Generator().manual_seed(3)
+    image = torch.randn(2, 3, 5, 7, generator=same).to(memory_format=torch.channels_last)
+    cases = {
+        "odd": torch.randn(7, 3, generator=same),
+        "sixteen bits, channels last": image.bfloat16(),
+        "flags": torch.rand(9, generator=same) > 0.5,
+        "one element": torch.tensor(2.5),
+        "double": torch.randn(3, generator=same, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "this rank's own": torch.full((8,), float(number)),
+        "every other": torch.randn(8, generator=same)[::2],
+    }
+    for name, tensor in cases.items():
+        pack, unpack = inputs.hooks(name)
+        packed = pack(tensor)
+        back = unpack(packed)
+        whole = torch.equal(back, tensor) and back.stride() == tensor.stride() and back.dtype == tensor.dtype
+        found[name] = (whole, packed is tensor or packed.kept.numel())
+    pack, unpack = inputs.hooks("odd")
+    try:
+        unpack(pack(torch.full((7, 3), float(number))))
+    except RuntimeError as error:
+        found["message"] = str(error)
+    return found
+
+
+def test_what_is_the_same_is_kept_in_parts() -> None:
+    for found in run(2, kept):
+        message = found.pop("message")
+        assert message.startswith("An input of 'odd' is not the same on all ranks of its model-parallel group"), message
+        assert found == {
+            "odd": (True, 11),  # of 21
+            "sixteen bits, channels last": (True, 105),  # of 210
+            "flags": (True, 5),
+            "one element": (True, 1),
+            "double": (True, 2),
+            "empty": (True, 0),
+            "this rank's own": (True, True),
+            "every other": (True, True),
+        }
+
+
+def far() -> list[tuple[dict[str, Tensor], int]]:
+    """In parts, near and on a host far away."""
+    activation_offload.MIN_BYTES = 16
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    for cls, parts in ((ZeroStrategy, False), (FarStrategy, False), (FarStrategy, True)):
+        strategy = cls(
+            stage=3, unit_size_mb=TINY_UNIT_MB, model_parallel=mesh, activation_checkpointing_policy={Parallel},
+            partition_activations=parts, activation_offload=cls is FarStrategy,
+        )  # fmt: skip
+        outcome = fit(Net(mesh["tp"].get_group()), strategy, 2)
+        found.append((outcome["weights"], strategy.link.down if cls is FarStrategy else 0))
+    return found
+
+
+def test_parts_wait_in_host_memory() -> None:
+    for (near, _), (whole_far, all_down), (parts_far, half_down) in run(4, far):
+        for name, value in near.items():
+            assert torch.equal(value, whole_far[name])
+            assert torch.equal(value, parts_far[name])
+        # 6 steps, of which each moves the inputs of two blocks, 2 x 6 fp32 elements, or half of them.
+        assert all_down - half_down == 6 * BLOCKS * 2 * WIDTH * 4 // 2
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group, found = mesh["tp"].get_group(), {}
+
+    def attempt(name: str, act: Any) -> None:
+        try:
+            act()
+            found[name] = "no error"
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    def train(module: Net | None = None, model_parallel: Any = mesh, ckpt_path: Any = None, **kwargs: Any) -> pl.Trainer:
+        trainer = make_trainer(".", strategy=ZeroStrategy(model_parallel=model_parallel), max_steps=2, **kwargs)
+        trainer.fit(module or Net(group), DataLoader(RandomData(24, WIDTH), batch_size=2), ckpt_path=ckpt_path)
+        return trainer
+
+    half = Net(group)
+    for block in half.blocks:
+        del block.second.tensor_model_parallel
+    attempt("nothing marked", lambda: train(Net(group, marked=False)))
+    attempt("one not marked", lambda: train(half))
+    attempt("callbacks that save", lambda: train(enable_checkpointing=True))
+    attempt("saving", lambda: train().save_checkpoint("one.ckpt"))
+    attempt("loading", lambda: train(ckpt_path="one.ckpt"))
+    attempt("three", lambda: train(model_parallel=3))
+    attempt("irregular", lambda: make_topology(0, 4, None, [[0, 3], [1, 2]]))
+    attempt("uneven", lambda: make_topology(0, 3, None, [[0, 1], [2]]))
+    unnamed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    attempt("no name", lambda: ZeroStrategy(model_parallel=unnamed))
+    return found
+
+
+def test_what_is_refused() -> None:
+    checkpoints = "NotImplementedError: Checkpoints with model_parallel are not implemented yet"
+    wanted = {
+        "nothing marked": "RuntimeError: No parameter is marked as a part of a tensor-parallel layer",
+        "one not marked": "RuntimeError: Parameters differ over a model-parallel group and are not marked as parts:"
+        " 'blocks.0.second', 'blocks.1.second' (this is rank ",
+        "callbacks that save": checkpoints,
+        "saving": checkpoints,
+        "loading": checkpoints,
+        "three": "ValueError: model_parallel=3 does not divide the 4 ranks",
+        "irregular": "ValueError: model_parallel: the groups [[0, 3], [1, 2]] do not cover 4 ranks in groups of one size",
+        "uneven": "ValueError: model_parallel: the groups [[0, 1], [2]] do not cover 3 ranks",
+        "no name": "ValueError: model_parallel: the DeviceMesh has the dimensions ('a', 'b')",
+    }
+    for found in run(4, refusals):
+        assert found.keys() == wanted.keys()
+        for name, message in found.items():
+            assert message.startswith(wanted[name]), (name, message)
+
+
+def test_arguments_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="partition_activations=True needs model_parallel"):
+        ZeroStrategy(partition_activations=True, activation_checkpointing_policy={Parallel})
+    with pytest.raises(ValueError, match="partition_activations=True needs model_parallel"):
+        ZeroStrategy(partition_activations=True, model_parallel=2)
+    with pytest.raises(ValueError, match="stage='auto' does not count"):
+        ZeroStrategy(stage="auto", model_parallel=2)
+    with pytest.raises(TypeError, match="model_parallel must be a number of ranks, a DeviceMesh or a process group"):
+        ZeroStrategy(model_parallel="tp")
+    with pytest.raises(ValueError, match="model_parallel must be at least 1 rank, got 0"):
+        ZeroStrategy(model_parallel=0)
+
+
+def test_who_is_data_parallel_to_whom() -> None:
+    topology = make_topology(5, 8, 2, [[0, 1], [2, 3], [4, 5], [6, 7]])
+    assert topology.columns == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert (topology.rank, topology.world_size, topology.members) == (2, 4, (1, 3, 5, 7))
+    assert topology.everywhere(topology.shard_groups) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert topology.everywhere(topology.replica_groups) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert topology.model_groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
