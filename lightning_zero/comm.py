@@ -129,11 +129,10 @@ class Comm:
         # A prefix of its own for every Comm, the same on all its ranks because they are made in the same order.
         self._store = dist.PrefixStore(f"lightning_zero/{_next_comm()}/{topology.column}", _get_default_store())
 
-    def _new_group(self, backend: str, groups: list[list[int]] | None = None) -> Any:
-        """This rank's of new groups of data-parallel ranks (all of them, if there are none given). A collective of all
-        ranks."""
-        everybody = [list(range(self.world_size))]
-        return _own_group(self.topology.everywhere(groups or everybody), backend, self._timeout)
+    def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
+        """A new process group of data-parallel ranks, all of them if none are given. A collective of these."""
+        topology = self.topology
+        return _new_group(topology.members if ranks is None else topology.as_global(ranks), backend, self._timeout)
 
     @property
     def is_shared(self) -> bool:
@@ -148,11 +147,11 @@ class Comm:
     def _make_shard_groups(self, backend: str) -> None:
         """Where shard groups are not of all ranks, collectives inside and across them need groups of their own; sends and
         receives do not."""
-        topology = self.topology
-        if topology.replicas > 1:
-            wanted = (topology.shard_groups, topology.shard_groups, topology.replica_groups)
-            groups = [self._new_group(backend, each) for each in wanted]
-            self._gather_group, self._scatter_group, self._replica_group = groups
+        inside, across = self.topology.shard_group, self.topology.replica_group
+        if len(across) > 1:
+            self._gather_group = self._new_group(backend, inside)
+            self._scatter_group = self._new_group(backend, inside)
+            self._replica_group = self._new_group(backend, across)
 
     # -- parameters and gradients ------------------------------------------------------------------------------------
 
@@ -409,12 +408,12 @@ class ModelComm:
         self, topology: Topology, backend: str, device: torch.device, timeout: timedelta | None, stats: CommStats
     ) -> None:
         self.rank, self.size = topology.column, topology.model_parallel_size
-        self._ranks = [column[topology.rank] for column in topology.columns]
+        self._ranks = topology.model_group
         self._stats = stats
         self._group = self._control_group = None
         if backend != "fake":
-            self._group = _own_group(topology.model_groups, backend, timeout)
-            self._control_group = _own_group(topology.model_groups, "gloo", timeout)
+            self._group = _new_group(self._ranks, backend, timeout)
+            self._control_group = _new_group(self._ranks, "gloo", timeout)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce a small tensor in place (``sum`` or ``max``) and return it."""
@@ -454,8 +453,11 @@ def all_model_groups(group: Any) -> list[list[int]]:
     return [list(ranks) for ranks in sorted({tuple(ranks) for ranks in found})]
 
 
-def _own_group(groups: list[list[int]], backend: str, timeout: timedelta | None) -> Any:
-    return dist.new_subgroups_by_enumeration(groups, timeout, backend)[0]
+def _new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> Any:
+    """A new process group of these global ranks, which alone need to call this."""
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(backend=backend, timeout=timeout)
+    return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
 
 
 def check_backend(name: str) -> None:

@@ -45,13 +45,13 @@ class Topology:
         return len(self.columns)
 
     @property
-    def model_groups(self) -> list[list[int]]:
-        """The model-parallel groups, of global ranks."""
-        return [list(group) for group in zip(*self.columns, strict=True)]
+    def model_group(self) -> list[int]:
+        """This rank's model-parallel group, of global ranks."""
+        return [column[self.rank] for column in self.columns]
 
-    def everywhere(self, groups: list[list[int]]) -> list[list[int]]:
-        """The global ranks of groups of data-parallel ranks, in all columns."""
-        return [[column[rank] for rank in group] for column in self.columns for group in groups]
+    def as_global(self, ranks: Sequence[int]) -> list[int]:
+        """Data-parallel ranks as global ones."""
+        return [self.members[rank] for rank in ranks]
 
     @property
     def replicas(self) -> int:
@@ -69,24 +69,15 @@ class Topology:
         return self.rank % self.num_shards
 
     @property
-    def shard_groups(self) -> list[list[int]]:
-        """The ranks that together own everything."""
-        return [list(range(i, i + self.num_shards)) for i in range(0, self.world_size, self.num_shards)]
-
-    @property
-    def replica_groups(self) -> list[list[int]]:
-        """The ranks that own the same shard, by shard."""
-        return [list(range(i, self.world_size, self.num_shards)) for i in range(self.num_shards)]
-
-    @property
     def shard_group(self) -> list[int]:
-        """This rank's."""
-        return self.shard_groups[self.rank // self.num_shards]
+        """The data-parallel ranks that together with this one own everything."""
+        first = self.rank - self.shard_rank
+        return list(range(first, first + self.num_shards))
 
     @property
     def replica_group(self) -> list[int]:
-        """This rank's."""
-        return self.replica_groups[self.shard_rank]
+        """The data-parallel ranks that own the same shard as this one."""
+        return list(range(self.shard_rank, self.world_size, self.num_shards))
 
 
 def make_topology(

@@ -369,11 +369,13 @@ def test_sizes_that_do_not_fit_the_ranks() -> None:
 
 def test_who_shares_what() -> None:
     topology = make_topology(4, 6, 2)
-    assert topology.shard_groups == [[0, 1], [2, 3], [4, 5]]
-    assert topology.replica_groups == [[0, 2, 4], [1, 3, 5]]
     assert (topology.shard_group, topology.replica_group) == ([4, 5], [0, 2, 4])
     assert (topology.shard_rank, topology.replicas) == (0, 3)
-    assert make_topology(1, 3).shard_groups == [[0, 1, 2]]
+    topology = make_topology(3, 6, 2)
+    assert (topology.shard_group, topology.replica_group) == ([2, 3], [1, 3, 5])
+    assert (topology.shard_rank, topology.replicas) == (1, 3)
+    assert make_topology(1, 3).shard_group == [0, 1, 2]
+    assert make_topology(1, 3).replica_group == [1]
 
 
 def monitored() -> dict[str, int]:

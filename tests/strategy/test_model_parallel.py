@@ -405,6 +405,7 @@ def test_who_is_data_parallel_to_whom() -> None:
     topology = make_topology(5, 8, 2, [[0, 1], [2, 3], [4, 5], [6, 7]])
     assert topology.columns == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert (topology.rank, topology.world_size, topology.members) == (2, 4, (1, 3, 5, 7))
-    assert topology.everywhere(topology.shard_groups) == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    assert topology.everywhere(topology.replica_groups) == [[0, 4], [2, 6], [1, 5], [3, 7]]
-    assert topology.model_groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.model_group == [4, 5]
+    # Data-parallel ranks 2 and 3 share shards, 0 and 2 are replicas.
+    assert topology.as_global(topology.shard_group) == [5, 7]
+    assert topology.as_global(topology.replica_group) == [1, 5]
