@@ -313,6 +313,7 @@ class Unit:
             compute_dtype.itemsize,
         )
         self._shard_rank = comm.shard_rank
+        self._in_shard = [self.layout.local_range(i, comm.shard_rank) for i in range(len(self.tensors))]
         with torch.inference_mode(False), torch.no_grad():
             flat = allocate(self.layout, self.dtype, first.device)
             for view, parameter in zip(flat.views, self.tensors, strict=True):
@@ -360,7 +361,7 @@ class Unit:
 
     def in_shard(self, index: int) -> Range:
         """This rank's part of a parameter, counted from the start of its shard."""
-        return self.layout.local_range(index, self._shard_rank)
+        return self._in_shard[index]
 
     def in_tensor(self, index: int) -> Range:
         """The same elements, counted from the start of the parameter in memory order."""

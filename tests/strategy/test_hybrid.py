@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import MemoryMonitor, ZeroStrategy
+from lightning_zero import MemoryMonitor, OffloadConfig, ZeroStrategy
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.comm import Comm
 from lightning_zero.topology import make_topology
@@ -116,6 +116,22 @@ def test_three_replicas_and_sixteen_bits() -> None:
     # DDP computes in 16 bits from fp32 weights and sums fp32 gradients; here the gradients are of 16 bits.
     cases = [("mixed, accumulated" if stage == 1 else "mixed", stage, groups(2)) for stage in STAGES]
     check(run(4, variants, "sgd", cases), rtol=2e-2, atol=2e-3)
+
+
+def late(size: int | None) -> dict[str, Tensor]:
+    kwargs = {"offload": OffloadConfig(early_update=True), "delayed_update": 2, "shard_group_size": size}
+    return trained(partial(Branches, "adam"), 3, data=(64, WIDTH), strategy_kwargs=kwargs).weights
+
+
+def early_and_late() -> list[dict[str, Tensor]]:
+    return [late(size) for size in (None, 2, 1)]
+
+
+def test_updates_on_the_host_early_and_late() -> None:
+    for wanted, *others in run(4, early_and_late):
+        for found in others:
+            for name, value in wanted.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 # -- what is sent ----------------------------------------------------------------------------------------------------
