@@ -164,19 +164,13 @@ def test_stage_3_sends_one_and_a_half_times_as_much(gpt: GPT, rank: int, world: 
     check_memory(steps, 3, world)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_shard_groups_send_shards_across_and_the_rest_inside(gpt: GPT, stage: int) -> None:
-    world, group = 64, 8
-    steps = train(gpt, stage, 13, world, count=2, group=group)
-    sizes, sent = steps.sizes, steps.sent[1]
-    calls, gathered = DEPTH + 2, sizes.all
-    if stage == 3:
-        calls, gathered = 2 * DEPTH + 2, sizes.root + 2 * DEPTH * sizes.block + sizes.norm
-    assert sent["all_gather"] == (calls, gathered // 8 * 7)
-    assert sent["reduce_scatter"] == (DEPTH + 2, sizes.all // 8 * 7)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shard_groups_hold_what_their_ranks_would_alone(gpt: GPT, stage: int) -> None:
+    steps = train(gpt, stage, 13, world=64, count=2, group=8)
     # Eight replicas of a shard, which is an eighth: there and back 7 of 8 pieces of it.
-    assert sent["all_reduce"] == (DEPTH + 2, 2 * (sizes.all // 8) // 8 * 7)
-    check_memory(steps, stage, world, group)
+    assert steps.sent[1]["reduce_scatter"] == (DEPTH + 2, steps.sizes.all // 8 * 7)
+    assert steps.sent[1]["all_reduce"] == (DEPTH + 2, 2 * (steps.sizes.all // 8) // 8 * 7)
+    check_memory(steps, stage, 64, group=8)
 
 
 def check_memory(steps: Steps, stage: int, ranks: int, group: int | None = None) -> None:
