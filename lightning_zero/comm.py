@@ -114,6 +114,7 @@ class Comm:
         if topology.model_parallel_size > 1:
             self.model = ModelComm(topology, backend, device, timeout, self.stats)
         if self.world_size == 1:
+            self._reduce_group = self._new_group(backend)  # metrics are not to be reduced over the others
             return
         self.point_to_point = backend == "gloo" and device.type == "cpu"
         if not self.point_to_point:

@@ -217,7 +217,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         """The groups are made once per process group: making them is a collective, and there is a limit to how many."""
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._comm is None or self._comm_group is not group:
-            self._comm = Comm(self.global_rank, self.world_size, self.root_device, self._timeout, self._topology)
+            topology = self._topology or self._make_topology()
+            self._comm = Comm(self.global_rank, self.world_size, self.root_device, self._timeout, topology)
             self._comm_group = group
         return self._comm
 

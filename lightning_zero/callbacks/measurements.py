@@ -20,7 +20,7 @@ BUFFERS = "buffers"
 OTHER = "other"
 """Whatever else ``memory_stats`` counts."""
 STATE_KINDS = (*KINDS, BUFFERS, OTHER)
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", CONTROL_CALLS)
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "activations", CONTROL_CALLS)
 
 
 class OverRanks(Metric):

@@ -239,7 +239,7 @@ class Scales(pl.Callback):
         self.seen.append(trainer.precision_plugin.scaler.get_scale())
 
 
-def overflow() -> tuple[list[float], float, int, list[str]]:
+def overflow() -> tuple[list[float], float, float, int, list[str]]:
     scales, strategy = Scales(), ZeroStrategy(stage=3, model_parallel=4, unit_size_mb=TINY_UNIT_MB)
     trainer = make_trainer(
         ".", strategy=strategy, max_epochs=1, callbacks=[scales, MemoryMonitor(2)], precision="16-mixed",
@@ -247,17 +247,18 @@ def overflow() -> tuple[list[float], float, int, list[str]]:
     )  # fmt: skip
     with pytest.raises(SIGTERMException):
         trainer.fit(Built(), DataLoader(RandomData(16, WIDTH), batch_size=2))
-    return scales.seen, float(strategy.last_grad_norm), strategy.data_parallel_size, list(strategy.comm_stats())
+    total = float(strategy.reduce(torch.tensor(2.0), reduce_op="sum"))
+    return scales.seen, float(strategy.last_grad_norm), total, strategy.data_parallel_size, list(strategy.comm_stats())
 
 
 def test_model_parallel_ranks_alone_agree_on_overflows_norms_and_stops(capfd: pytest.CaptureFixture[str]) -> None:
     results = run(4, overflow)
     assert "predicted: ZeRO stage 3, 1 rank\n" in capfd.readouterr().out
     scale = results[0][0][0]
-    for seen, norm, size, collectives in results:
+    for seen, norm, total, size, collectives in results:
         assert seen == [scale, scale / 2, scale / 2]
         assert norm == results[0][1] > 0
-        assert size == 1
+        assert (total, size) == (2.0, 1)
         assert collectives == ["control"]  # nothing to gather or to reduce
 
 
