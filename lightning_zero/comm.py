@@ -294,12 +294,13 @@ class Comm:
         """The largest value of this rank's model-parallel group."""
         return value if self.model is None else int(self.model.all_reduce(torch.tensor(value), "max"))
 
-    def broadcast(self, tensors: list[Tensor], src: int = 0) -> None:
+    def broadcast(self, tensors: list[Tensor], src: int = 0, counted: bool = True) -> None:
         """Overwrite the tensors of every rank with those of ``src``."""
         if self.world_size > 1:
             works = []
             for tensor in tensors:
-                self.stats.count("broadcast", tensor.numel() * tensor.element_size())
+                if counted:
+                    self.stats.count("broadcast", tensor.numel() * tensor.element_size())
                 works.append(dist.broadcast(tensor, self.topology.members[src], self._reduce_group, async_op=True))
             with self.stats.waiting("broadcast"):
                 for work in works:
@@ -312,6 +313,22 @@ class Comm:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._control_group)
         return values
+
+    @contextmanager
+    def failing_together(self, doing: str) -> Iterator[None]:
+        """What one rank does inside fails on all ranks. All ranks come here; ``doing`` goes with "could not"."""
+        failed = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        if self.all_reduce(torch.tensor(int(failed is not None)), "max"):
+            reasons = self.all_gather_object(failed and f"{type(failed).__name__}: {failed}")
+            for rank, reason in enumerate(reasons):
+                if failed is None and reason is not None:
+                    raise RuntimeError(f"Rank {rank} could not {doing}. {reason}")
+        if failed is not None:
+            raise failed
 
     def exchange(
         self, place: str, values: Sequence[int] = (), detail: str = "", timeout: float | None = None

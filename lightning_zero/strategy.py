@@ -36,6 +36,7 @@ from lightning_zero.config import (
     checked_unit_policy,
     first_delayed_step,
 )
+from lightning_zero.deferred import Deferred, is_on_meta, rest_to_device
 from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
 from lightning_zero.model_parallel import JoinsGroups, check_replicated, checked_model_parallel
@@ -43,6 +44,7 @@ from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
 from lightning_zero.plugins import TakesPlugins
+from lightning_zero.progress import LateBar
 from lightning_zero.saving import SavesShards
 from lightning_zero.stopping import stop_together
 from lightning_zero.topology import checked_shard_group_size
@@ -170,6 +172,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         self._uneven = None
         self._interrupted = False
         self._folders = FolderSaver()
+        self._deferred = Deferred()
+        self._restores_late = False
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -189,29 +193,59 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             check_module(self.model, self.config.residence.whole_parameters)
         if not (self._shards(fitting) and isinstance(self.precision_plugin, HalfPrecision)):
             self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
+        self._restores_late = is_on_meta(self.model)
         self._interrupted = False
         comm = self._make_comm()
         if comm.world_size > 1:
-            # Ranks may have built different weights. Also for evaluation: all see rank 0's.
             comm.check_same("parameters and buffers", outline(self.model))
-            if comm.model is None:
-                _sync_module_states(self.model)
-            else:
-                comm.broadcast([t.detach() for t in (*self.model.parameters(), *self.model.buffers()) if t.numel()])
-        if comm.model is not None and fitting:
-            check_replicated(self.model, comm)
-            if trainer.checkpoint_callbacks:
-                self._refuse_checkpoints()
-        if fitting:
+        if comm.model is not None:
+            self._compare_replicas(comm, fitting)
+        self._deferred.prepare(self.model, comm)
+        if fitting and self._chooses:
             self.setup_optimizers(trainer)
-            if self._chooses:
-                self._choose(comm, str(trainer.precision))
+            self._choose(comm, str(trainer.precision))
         self._setup_engine(comm, fitting)
+        self._deferred.finish(self.model)
         self._uneven = UnevenBatches(trainer, comm, self.engine)
+        if fitting:
+            if not self._chooses:
+                self.setup_optimizers(trainer)
+            if self.engine is not None:
+                self.engine.bind(self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _compare_replicas(self, comm: Comm, fitting: bool) -> None:
+        """With model-parallel groups all of the module comes to the device, to be compared over them, before it is cut."""
+        if self.model is None or is_on_meta(self.model):
+            raise NotImplementedError(
+                "A module on the meta device with model_parallel is not implemented yet: build it without the meta device."
+            )
+        self.model_to_device()
+        comm.broadcast([t.detach() for t in (*self.model.parameters(), *self.model.buffers()) if t.numel()], counted=False)
+        if fitting:
+            check_replicated(self.model, comm)
+            if self._trainer.checkpoint_callbacks:
+                self._refuse_checkpoints()
+
+    @property
+    def _shows_progress(self) -> bool:
+        return self.is_global_zero and self._trainer.progress_bar_callback is not None
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Around ``configure_model`` and in ``Trainer.init_module``: what is built on the meta device remembers how, and
+        gets its values when it is sharded. With ``empty_init`` all is built there, else in host memory."""
+        with self._deferred.recording(redirect=bool(empty_init)), self.precision_plugin.tensor_init_context():
+            yield
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """There is nothing to load into before, where the module is on the meta device."""
+        return self._restores_late or (self.model is not None and is_on_meta(self.model))
 
     def _make_comm(self) -> Comm:
         """The groups are made once per process group: making them is a collective, and there is a limit to how many."""
@@ -246,11 +280,17 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             updater = self._make_updater(link) if fitting else None
             config = self._engine_config(module, updater)
             plugin.convert_buffers(module)
-            optimizers = self.optimizers if fitting else []
+            rest_to_device(module, comm)
             keeper = self._make_keeper(link, fitting)
-            self.engine = ZeroEngine(module, comm, config, optimizers, updater, keeper)
+            with LateBar("sharding the module", self._shows_progress) as progress:
+                self.engine = ZeroEngine(module, comm, config, (), updater, keeper, self._deferred.source, progress)
             if not self.engine.units:
                 self.model = plugin.convert_module(module)
+        if self.engine is None or not self.engine.units:
+            self._deferred.fill(module, comm)
+            self.model_to_device()
+            if comm.world_size > 1 and comm.model is None:
+                _sync_module_states(module)
         if fitting:
             self._optimizer_engine = self.engine
             if self._recomputed is not None:
@@ -433,11 +473,13 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._interrupted = True
+        self._restores_late = False
         if self.engine is not None:
             self.engine.abandon()
 
     @override
     def teardown(self) -> None:
+        self._restores_late = False
         if self.engine is not None:
             self._close_engine(self.engine)
         if self._recomputation is not None:
@@ -471,7 +513,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
     def __getstate__(self) -> dict:
         state = super().__getstate__()
         # Groups and engines belong to one process; the launcher pickles the strategy before either exists.
-        return {**state, "engine": None, "_optimizer_engine": None, "_uneven": None, "_comm": None, "_comm_group": None}
+        left = dict.fromkeys(("engine", "_optimizer_engine", "_uneven", "_comm", "_comm_group"))
+        return {**state, **left, "_deferred": Deferred()}
 
     @classmethod
     @override

@@ -59,10 +59,12 @@ TABLE: dict[str, tuple[Promises, Promises]] = {
             "mixtures of experts": "test_modules.py::RoutedExperts",
             "Hugging Face models and `peft`": "test_real_models.py::test_pretrained_encoder",
             "`torch.compile`": "test_lightning_features.py::test_compiled_lightning_module",
+            "built on the meta device": "test_large_models.py::Built",
+            "weights read from files as the module is sharded": "test_large_models.py::test_pretrained_weights",
         },
         {
             "lazy parameters": "test_bad_input.py::lazy",
-            "meta parameters": "test_bad_input.py::meta",
+            "meta parameters without an initialiser": "test_bad_input.py::meta",
             "tensor subclasses": "test_bad_input.py::subclass",
             "two tensors over one memory": "test_bad_input.py::shared memory",
             "TorchScript": "test_bad_input.py::scripted",

@@ -16,11 +16,12 @@ from lightning_zero.partition import handle, hooks
 from lightning_zero.partition.clipping import GradientShards
 from lightning_zero.partition.elementwise import check_supported, state_bytes
 from lightning_zero.partition.gradients import GradientSync, UnitGradients, gradient_dtypes
-from lightning_zero.partition.grouping import check_module, check_nothing_new, group_parameters
+from lightning_zero.partition.grouping import check_module, check_nothing_new
 from lightning_zero.partition.memory import BufferPool, Ledger
 from lightning_zero.partition.optimizer import OptimizerBinding, StateForm, Updater
 from lightning_zero.partition.outside import OutsideReads
 from lightning_zero.partition.schedule import Schedule
+from lightning_zero.partition.sharding import Progress, Source, first_values, own_values, plan_units
 from lightning_zero.partition.shards import LocalShards
 from lightning_zero.partition.unit import ShardedBuffer, State, Unit
 from lightning_zero.partition.whole import WholeTensors
@@ -44,6 +45,8 @@ class ZeroEngine:
         optimizers: Iterable[Optimizer] = (),
         updater: Updater | None = None,
         keeper: hooks.Keeper | None = None,
+        source: Source = own_values,
+        progress: Progress = lambda done, total: None,
     ) -> None:
         self.module = module
         self.config = config
@@ -70,13 +73,11 @@ class ZeroEngine:
         self.stop_wanted = False
         """Set at any time, on any rank: ``on_stop`` is then called on all ranks in the same backward."""
         self.on_stop: Callable[[], None] = lambda: None
-        self.optimizers = optimizers = list(optimizers)
+        self.optimizers: list[Optimizer] = []
         self._states_counted = 0
         check_module(module, config.residence.whole_parameters)
-        for optimizer in optimizers:
-            check_supported(optimizer, self._names)
         if comm.is_shared or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or self._needs_master():
-            self._make_units()
+            self._make_units(source, progress)
         self._shards_parameters = bool(self.units) and not config.residence.whole_parameters
         self.whole = WholeTensors(self.units, comm, self._pool)
         self.shards = LocalShards(self.units)
@@ -86,8 +87,16 @@ class ZeroEngine:
         for unit in self.units:
             self._handles += hooks.hook_modules(unit, self)
         self._sync = self._make_sync()
+        self.bind(optimizers)
+
+    def bind(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let ``optimizers`` of the module's parameters update shards; those that cannot are refused by name."""
+        optimizers = list(optimizers)
+        for optimizer in optimizers:
+            check_supported(optimizer, self._names)
+        self.optimizers += optimizers
         if self.units:
-            self._bindings = [OptimizerBinding(optimizer, self, updater) for optimizer in optimizers]
+            self._bindings += [OptimizerBinding(optimizer, self, self._updater) for optimizer in optimizers]
 
     @property
     def rank(self) -> int:
@@ -103,28 +112,29 @@ class ZeroEngine:
     def _needs_master(self) -> bool:
         return any(self.config.dtypes.master_dtype(p) for p in self.module.parameters())
 
-    def _make_units(self) -> None:
+    def _make_units(self, source: Source, progress: Progress) -> None:
         handle.check_distinct(self.module)
-        whole, dtypes = self.config.residence.whole_parameters, self.config.dtypes
-        for group in group_parameters(self.module, self.config.unit_bytes, self.config.unit_policy):
-            alike: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
-            for name, parameter in group.parameters:
-                if not parameter.numel():
-                    continue  # nothing to shard
-                kind = (
-                    dtypes.compute_dtype(parameter), dtypes.master_dtype(parameter),
-                    dtypes.is_shown_as_main(parameter), parameter.requires_grad,
-                )  # fmt: skip
-                alike.setdefault(kind, []).append((name, parameter))
-            for (compute, master, shows_main, _), pairs in alike.items():
-                unit = Unit(
-                    len(self.units), group.name or "the module", group.modules, pairs, self._comm, self._pool, self.ledger,
-                    self._access, whole, compute, master, shows_main, self.config.main_device, self._link,
-                )  # fmt: skip
-                self.units.append(unit)
-                self._handles += hooks.hook_readers(unit, group.readers, self)
-                for index, (_, parameter) in enumerate(pairs):
-                    self._where[id(parameter)] = (unit, index)
+        whole, config = self.config.residence.whole_parameters, self.config
+        plans = plan_units(self.module, config, self._comm.num_shards)
+        for plan, values in self._or_undo(first_values(plans, self._comm, source, progress)):
+            unit = Unit(
+                len(self.units), plan.name, plan.group.modules, plan.pairs, plan.layout, values, self._comm, self._pool,
+                self.ledger, self._access, whole, plan.compute_dtype, plan.master_dtype, plan.shows_main,
+                config.main_device, self._link,
+            )  # fmt: skip
+            self.units.append(unit)
+            self._handles += hooks.hook_readers(unit, plan.group.readers, self)
+            self._where.update((id(parameter), (unit, index)) for index, parameter in enumerate(unit.tensors))
+
+    def _or_undo(self, values: Iterator) -> Iterator:
+        """``values``, or if they raise (on all ranks then) the module as it was."""
+        try:
+            yield from values
+        except Exception:
+            for unit in self.units:
+                unit.face.unshard()
+                unit.face.release()
+            raise
 
     def _make_sync(self) -> GradientSync:
         """Gradients for the units that have something to train; called again when there is more of it."""

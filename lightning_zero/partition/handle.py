@@ -207,6 +207,23 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
     return _placeholders[key]
 
 
+def rebase(name: str, parameter: nn.Parameter, data: Tensor) -> None:
+    """``parameter.data = data``, also where the parameter is on the meta device, which torch keeps apart from others."""
+    if not parameter.is_meta:
+        parameter.data = data
+        return
+    with torch.inference_mode(False):
+        other = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    other.__class__ = type(parameter)
+    other.__dict__.update(parameter.__dict__)
+    try:
+        torch.utils.swap_tensors(parameter, other)  # the object stays the one that modules and others know
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Parameter {name!r} is on the meta device and cannot be given values: something else holds on to it. ({error})"
+        ) from error
+
+
 def check_shardable(name: str, parameter: nn.Parameter) -> None:
     """Refuse parameters whose bytes this package cannot move, by name."""
     if nn.parameter.is_lazy(parameter):
@@ -219,11 +236,6 @@ def check_shardable(name: str, parameter: nn.Parameter) -> None:
             f"Parameter {name!r} is a {type(parameter).__name__} with layout {parameter.layout}: only plain strided"
             " parameters can be sharded. Convert it to a plain `torch.nn.Parameter` or freeze it into a buffer."
         )
-    if parameter.is_meta:
-        raise ValueError(
-            f"Parameter {name!r} is on the meta device, it has no values to shard. Materialise the module in"
-            " `configure_model` (for example with `module.to_empty(device=...)` and its own initialisers)."
-        )
 
 
 def check_distinct(module: nn.Module) -> None:
@@ -232,7 +244,9 @@ def check_distinct(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout is not torch.strided or not tensor.numel():
             continue
-        first_name, first = seen.setdefault((tensor.device, tensor.data_ptr()), (name, tensor))
+        # On the meta device there are no addresses.
+        address = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
+        first_name, first = seen.setdefault((tensor.device, address), (name, tensor))
         if first is not tensor and (first.requires_grad or tensor.requires_grad):
             raise ValueError(
                 f"{first_name!r} and {name!r} share memory but are two tensor objects, so sharding would part them. Tie"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_zero.comm import Comm
 from lightning_zero.partition import handle
-from lightning_zero.partition.layout import FlatLayout, Range, build_layout, dense_stride
+from lightning_zero.partition.layout import FlatLayout, Range
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
 from lightning_zero.transfer import Link, Transfer
 from lightning_zero.work import Work
@@ -267,7 +267,8 @@ class Unit:
 
     ``modules`` bracket the use of the parameters; ``names`` are FQNs in slot order. ``buffer`` holds what steps compute
     with. With ``shows_main`` users who look at a parameter outside of a step see its master weights, through a second
-    buffer over the same tensors; of the two at most one is unsharded.
+    buffer over the same tensors; of the two at most one is unsharded. ``values`` are the whole parameters, on the device, in
+    the dtype of the master weights if there are any: the parameters let go of their own memory.
     """
 
     def __init__(
@@ -276,6 +277,8 @@ class Unit:
         name: str,
         modules: list[nn.Module],
         named_parameters: list[tuple[str, nn.Parameter]],
+        layout: FlatLayout,
+        values: FlatViews,
         comm: Comm,
         pool: BufferPool,
         ledger: Ledger,
@@ -304,42 +307,36 @@ class Unit:
         self._versions = 0
         self.names = [n for n, _ in named_parameters]
         self.tensors: list[nn.Parameter] = [p for _, p in named_parameters]
-        first = self.tensors[0]
         self.dtype = compute_dtype
-        self.layout = build_layout(
-            tuple(tuple(p.shape) for p in self.tensors),
-            tuple(dense_stride(p) for p in self.tensors),
-            comm.num_shards,
-            compute_dtype.itemsize,
-        )
+        self.layout = layout
         self._shard_rank = comm.shard_rank
-        self._in_shard = [self.layout.local_range(i, comm.shard_rank) for i in range(len(self.tensors))]
+        self._in_shard = [layout.local_range(i, comm.shard_rank) for i in range(len(self.tensors))]
+        device = values.flat.device
         with torch.inference_mode(False), torch.no_grad():
-            flat = allocate(self.layout, self.dtype, first.device)
-            for view, parameter in zip(flat.views, self.tensors, strict=True):
-                view.copy_(parameter.data)
-            own = flat.flat.narrow(0, comm.shard_rank * self.layout.shard_numel, self.layout.shard_numel)
-            shard = own if whole else own.clone()
-            self.master = None if master_dtype is None else shard.to(main_device, master_dtype, copy=True)
-            if self.master is not None:
-                # From the parameters themselves: they may have more bits than the compute dtype.
-                for i, parameter in enumerate(self.tensors):
-                    flat_parameter = in_memory_order(parameter.data, self.layout.slots[i].stride)
-                    self.master[self.in_shard(i).slice()] = flat_parameter[self.in_tensor(i).slice()]
-            for view, parameter in zip(flat.views, self.tensors, strict=True):
-                parameter.data = view
+            own = values.flat.narrow(0, comm.shard_rank * layout.shard_numel, layout.shard_numel)
+            self.master = None if master_dtype is None else own.to(main_device, master_dtype, copy=True)
+            if whole:
+                flat = values if values.flat.dtype == compute_dtype else allocate(layout, compute_dtype, device)
+                if flat is not values:
+                    flat.flat.copy_(values.flat)
+                shard = flat.flat.narrow(0, comm.shard_rank * layout.shard_numel, layout.shard_numel)
+            else:
+                shard = own.to(compute_dtype, copy=True)
+            resting = handle.placeholder(compute_dtype, device)
+            for i, parameter in enumerate(self.tensors):
+                handle.rebase(self.names[i], parameter, flat.views[i] if whole else resting.expand(parameter.shape))
         tensors: list[Tensor] = list(self.tensors)
         self.buffer = ShardedBuffer(
-            name, self.layout, tensors, shard, comm, pool, 2 * index, on_access, self.dtype, first.device,
+            name, self.layout, tensors, shard, comm, pool, 2 * index, on_access, self.dtype, device,
             flat if whole else None,
         )
         self.face = self.buffer
         if self.master is not None and shows_main:
             self.face = ShardedBuffer(
                 name, self.layout, tensors, self.master, comm, pool, 2 * index, on_access, self.master.dtype,
-                first.device,
+                device,
             )
-        ledger.add("parameters", flat.nbytes if whole else shard.numel() * shard.element_size())
+        ledger.add("parameters", flat.nbytes if whole else shard.nbytes)
         if self.master is not None:
             ledger.add("master", self.master.numel() * self.master.element_size())
         self.buffer.state = State.UNSHARDED
