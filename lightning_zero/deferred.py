@@ -320,6 +320,25 @@ class Deferred:
                         " followed, or give the class such a method."
                     )
 
+        for path, model in module.named_modules():
+            if any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__):
+                for name, submodule in model.named_modules(prefix=path):
+                    self._check_initialised(name, submodule)
+
+    def _check_initialised(self, path: str, module: nn.Module) -> None:
+        """Models of transformers put down which modules they have initialised, and do nothing under a meta device."""
+        done = getattr(module, "_is_hf_initialized", False)
+        for name, tensor in () if done else _own_meta_tensors(module):
+            if not isinstance(tensor, nn.Parameter):
+                continue
+            last = self._log[tensor.untyped_storage()._cdata][-1:]
+            if not any(self._operations[i].function is _ATEN.copy_.default for i in last):
+                raise ValueError(
+                    f"transformers does not initialise {f'{path}.{name}' if path else name!r} under torch.device('meta'): build"
+                    " the model under `self.trainer.init_module(empty_init=True)`, which it does not notice, or load weights"
+                    " for all of it."
+                )
+
     def _fill_attributes(self, module: nn.Module) -> None:
         """Tensors that are neither parameters nor buffers: masks and tables, states of metrics."""
         for name, value in vars(module).items():

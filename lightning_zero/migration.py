@@ -45,7 +45,7 @@ _FSDP = {
     "use_orig_params": "Not needed: the module always keeps its own parameters. Remove it.",
     "ignored_modules": "Not supported: every parameter is sharded. Freeze what is not to be trained.",
     "ignored_states": "Not supported: every parameter is sharded. Freeze what is not to be trained.",
-    "param_init_fn": "Not needed: initialise the module in __init__ or configure_model. Remove it.",
+    "param_init_fn": "Not needed: a module on the meta device is initialised by its own code (docs/large-models.md). Remove it.",
     "sync_module_states": "Not needed: all ranks start from rank 0's weights. Remove it.",
     "device_id": "Use devices of the Trainer.",
     "data_parallel_size": "Use model_parallel: the data-parallel size is devices times num_nodes of the Trainer, divided by it.",

@@ -93,7 +93,7 @@ class Plan:
     options: tuple[Option, ...]
     precision: str
     at_setup: float
-    """Bytes of the whole module, which every rank builds before it shards it."""
+    """Bytes of the whole module, which every rank builds before it shards it, unless on the meta device."""
 
     @property
     def chosen(self) -> Option | None:
@@ -158,11 +158,11 @@ class Plan:
 
     def _notes(self) -> list[str]:
         built = self.at_setup * self.machine.ranks_per_node
-        if self.machine.on_cpu or built <= self.machine.host_bytes:
+        if built <= self.machine.host_bytes:
             return []
         return [
-            f"Every rank builds the module in host memory first, which takes {short_bytes(built)} of each node: build it"
-            " in configure_model instead, which Lightning calls with the device as default."
+            f"A module that every rank builds in host memory takes {short_bytes(built)} of each node until it is sharded:"
+            " build it on the meta device (docs/large-models.md)."
         ]
 
     def _missing(self) -> list[str]:
@@ -254,7 +254,7 @@ def compare(
             model_or_num_parameters, machine.world_size, stage, on_host, precision, optimizer_multiplier,
             backend="gloo" if machine.on_cpu else "nccl", shard_group_size=machine.shard_group_size, **settings,
         )  # fmt: skip
-        options.append(_option(estimate, on_host, machine, activations, at_setup))
+        options.append(_option(estimate, on_host, machine, activations))
     return Plan(machine, tuple(sorted(options, key=lambda option: option.cost)), precision, at_setup)
 
 
@@ -335,11 +335,11 @@ def device_bytes_free(device: torch.device) -> float:
 
 
 def machine_of(comm: Comm, device: torch.device, module: nn.Module) -> Machine:
-    """What the ranks of a run have left to use, ``module`` among it, which all have built on ``device`` already. A
-    collective; the same on all ranks."""
+    """What the ranks of a run have left to use, ``module`` among it, which all have built already. A collective; the same
+    on all ranks."""
     on_cpu = device.type == "cpu"
-    built = sum(p.nbytes for p in module.parameters())
-    mine = (socket.gethostname(), host_bytes_free(), 0.0 if on_cpu else device_bytes_free(device), built if on_cpu else 0)
+    built = sum(p.nbytes for p in module.parameters() if p.is_cpu)
+    mine = (socket.gethostname(), host_bytes_free(), 0.0 if on_cpu else device_bytes_free(device), built)
     hosts, on_hosts, on_devices, built_on_host = zip(*comm.all_gather_object(mine), strict=True)
     most = max(Counter(hosts).values())
     # Ranks look one after another: the least that any of them sees.
@@ -371,15 +371,13 @@ def _machine(
 
 
 def _bytes_at_setup(model_or_num_parameters: nn.Module | int | float, precision: str) -> float:
-    """The whole module, as every rank builds it before it shards it."""
+    """The whole module, as a rank builds it that does so in host memory."""
     if isinstance(model_or_num_parameters, nn.Module):
         return sum(p.nbytes for p in model_or_num_parameters.parameters())
     return model_or_num_parameters * (8 if precision == "64-true" else 4)
 
 
-def _option(
-    estimate: MemoryEstimate, offload: bool, machine: Machine, activations: float | None, at_setup: float
-) -> Option:
+def _option(estimate: MemoryEstimate, offload: bool, machine: Machine, activations: float | None) -> Option:
     shards, replicas = estimate.num_shards, machine.world_size // estimate.num_shards
     compute = estimate.parameters * (shards if estimate.stage == 3 else 1)
     inside, across = (shards - 1) / shards, 2 * (replicas - 1) / replicas / shards
@@ -396,23 +394,16 @@ def _option(
         moved=2 * compute / shards if offload else 0.0,
         device=device,
         host=on_node,
-        obstacles=tuple(_obstacles(device, on_node, machine, activations, at_setup)),
+        obstacles=tuple(_obstacles(device, on_node, machine, activations)),
     )
 
 
-def _obstacles(
-    device: float, on_node: float, machine: Machine, activations: float | None, at_setup: float
-) -> Iterable[str]:
+def _obstacles(device: float, on_node: float, machine: Machine, activations: float | None) -> Iterable[str]:
     room = machine.device_bytes
     kept = RESERVE * room if activations is None else activations
     owner = "a rank's share of a node" if machine.on_cpu else "a device"
     if device + kept > room:
         yield _too_much(device, kept, room, owner)
-    elif at_setup > room:
-        yield (
-            f"every rank builds the whole module before it shards it, and its {short_bytes(at_setup)} are more than the"
-            f" {short_bytes(room)} of {owner}"
-        )
     if not machine.on_cpu and on_node > (1 - RESERVE) * machine.host_bytes:
         yield _too_much(on_node, RESERVE * machine.host_bytes, machine.host_bytes, "a node")
 

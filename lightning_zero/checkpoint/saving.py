@@ -30,17 +30,8 @@ def failing_together(comm: Comm, timeout: float) -> Iterator[None]:
     """What one rank does inside fails on all ranks. All ranks come here within ``timeout`` seconds, or those that did
     raise RuntimeError."""
     comm.exchange("saving a checkpoint", timeout=timeout)
-    failed = None
-    try:
+    with comm.failing_together("save a checkpoint"):
         yield
-    except Exception as error:
-        failed = error
-    reasons = comm.all_gather_object(failed and f"{type(failed).__name__}: {failed}")
-    if failed is not None:
-        raise failed
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            raise RuntimeError(f"Rank {rank} could not save a checkpoint. {reason}")
 
 
 class FolderSaver:

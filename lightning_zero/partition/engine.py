@@ -116,25 +116,25 @@ class ZeroEngine:
         handle.check_distinct(self.module)
         whole, config = self.config.residence.whole_parameters, self.config
         plans = plan_units(self.module, config, self._comm.num_shards)
-        for plan, values in self._or_undo(first_values(plans, self._comm, source, progress)):
-            unit = Unit(
-                len(self.units), plan.name, plan.group.modules, plan.pairs, plan.layout, values, self._comm, self._pool,
-                self.ledger, self._access, whole, plan.compute_dtype, plan.master_dtype, plan.shows_main,
-                config.main_device, self._link,
-            )  # fmt: skip
-            self.units.append(unit)
-            self._handles += hooks.hook_readers(unit, plan.group.readers, self)
-            self._where.update((id(parameter), (unit, index)) for index, parameter in enumerate(unit.tensors))
-
-    def _or_undo(self, values: Iterator) -> Iterator:
-        """``values``, or if they raise (on all ranks then) the module as it was."""
         try:
-            yield from values
+            for plan, values in first_values(plans, self._comm, source, progress):
+                unit = Unit(
+                    len(self.units), plan.name, plan.group.modules, plan.pairs, plan.layout, values, self._comm, self._pool,
+                    self.ledger, self._access, whole, plan.compute_dtype, plan.master_dtype, plan.shows_main,
+                    config.main_device, self._link,
+                )  # fmt: skip
+                self.units.append(unit)
+                self._handles += hooks.hook_readers(unit, plan.group.readers, self)
+                self._where.update((id(parameter), (unit, index)) for index, parameter in enumerate(unit.tensors))
         except Exception:
-            for unit in self.units:
-                unit.face.unshard()
-                unit.face.release()
+            self._release()  # the values of a unit could not be had, on all ranks
             raise
+
+    def _release(self) -> None:
+        """Make the module whole and plain, in host memory, one unit at a time."""
+        for unit in self.units:
+            unit.face.unshard()
+            unit.face.release()
 
     def _make_sync(self) -> GradientSync:
         """Gradients for the units that have something to train; called again when there is more of it."""
@@ -284,7 +284,7 @@ class ZeroEngine:
         stop = self._comm.over_model(int(self.stop_wanted))  # read once: a signal may come at any time
         if not self._schedule.finish([fingerprint(use), fingerprint(late), self._outside.edits ^ stop]):
             self._outside.compare_edits(self.units)
-            use, late = self._any_rank(use), self._any_rank(late)
+            use, late = self._sync.of_any_rank(use), self._sync.of_any_rank(late)
             stop = int(self._comm.all_reduce(torch.tensor(stop), "max"))
         if stop:
             self.on_stop()
@@ -292,19 +292,6 @@ class ZeroEngine:
         self._outside.forget_edits()
         self._sync.flush(use, late)
         self._sync.show(use, before)
-
-    def _any_rank(self, masks: tuple[int, ...]) -> tuple[int, ...]:
-        """Bitwise or over the ranks."""
-        sizes = [len(g.handles) for _, g in sorted(self._gradients.items())]
-        bits = torch.tensor(
-            [mask >> i & 1 for mask, n in zip(masks, sizes, strict=True) for i in range(n)], dtype=torch.uint8
-        )
-        merged, start = [], 0
-        flat = self._comm.all_reduce(bits, "max").tolist()
-        for size in sizes:
-            merged.append(sum(1 << i for i in range(size) if flat[start + i]))
-            start += size
-        return tuple(merged)
 
     def _look_for_unfrozen(self) -> None:
         """Parameters that were frozen so far may be trained from now on (finetuning callbacks)."""
@@ -590,9 +577,7 @@ class ZeroEngine:
             self.drain()
             self._settle_together("ending")
             self._sync.close()
-            for unit in self.units:
-                unit.face.unshard()
-                unit.face.release()
+            self._release()
         finally:
             for removable in self._handles:
                 removable.remove()

@@ -368,6 +368,13 @@ class GradientSync:
         recompute)."""
         return tuple(g.filled if g.launched else 0 for g in self._gradients)
 
+    def of_any_rank(self, masks: tuple[int, ...]) -> tuple[int, ...]:
+        """Per unit, bitwise or over the ranks. All ranks call it."""
+        sizes = [len(g.handles) for g in self._gradients]
+        bits = [mask >> i & 1 for mask, size in zip(masks, sizes, strict=True) for i in range(size)]
+        found = iter(self._comm.all_reduce(torch.tensor(bits, dtype=torch.uint8), "max").tolist())
+        return tuple(sum(next(found) << i for i in range(size)) for size in sizes)
+
     def flush(self, used: Sequence[int], late: Sequence[int]) -> None:
         """Reduce what is missing. ``used`` and ``late`` hold for any rank and are equal on all."""
         for index in self._order:

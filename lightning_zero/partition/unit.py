@@ -171,11 +171,12 @@ class ShardedBuffer:
         return flat.narrow(0, self._comm.shard_rank * self.layout.shard_numel, self.layout.shard_numel)
 
     def release(self) -> None:
-        """Hand the tensors to the user for good, each with memory of its own. They must be unsharded."""
+        """Hand the tensors to the user for good, each with host memory of its own: on the device there may not be room for
+        all of them. They must be unsharded."""
         if self.state is not State.UNSHARDED:
             raise AssertionError(f"{self} cannot be released")
         for tensor in self.tensors:
-            tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+            tensor.data = tensor.data.to("cpu", copy=True, memory_format=torch.preserve_format)
             handle.disown(tensor)
         if not self._whole and self.buffer is not None:
             self._pool.give(self.layout, self.buffer)

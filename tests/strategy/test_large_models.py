@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -463,7 +464,7 @@ def from_hugging_face() -> tuple[dict[int, Outcome], dict[int, Outcome]]:
     dist.barrier()
     kwargs = {"data": (16, 6), "limit_train_batches": 2}
     theirs = {stage: trained(lambda: Classifier(folder), stage, **kwargs) for stage in (0, 3)}
-    ours = {stage: trained(lambda: FromConfig(folder, stage > 0), stage, **kwargs) for stage in (0, 3)}
+    ours = {stage: trained(partial(FromConfig, folder, stage > 0), stage, **kwargs) for stage in (0, 3)}
     return theirs, ours
 
 

@@ -222,6 +222,24 @@ def test_something_that_holds_a_parameter_is_named() -> None:
     assert reference() is module.weight
 
 
+def test_transformers_is_not_left_without_its_initialisation(tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    deferred = Deferred()
+    with deferred.recording(), torch.device("meta"):
+        model = nn.Sequential(transformers.BertModel(config))
+    with pytest.raises(ValueError, match=r"transformers does not initialise '0\.embeddings.* under torch.device"):
+        deferred.prepare(model, COMM)
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    with deferred.recording(), torch.device("meta"):
+        model = nn.Sequential(transformers.BertModel(config))
+        load_pretrained(model[0], tmp_path)
+    deferred.prepare(model, COMM)
+    with deferred.recording(redirect=True):
+        model = transformers.BertModel(config)
+    deferred.prepare(model, COMM)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
