@@ -170,6 +170,11 @@ class Deferred:
         self._alive: dict[int, torch.UntypedStorage] = {}
         """Keeps storages, which are without memory, so that no other comes to their address."""
         self._above: _Above | None = None
+        self._lost = False
+
+    def __reduce__(self) -> tuple:
+        # To processes that are spawned: they make other tensors.
+        return (_lost if self._operations or self._lost else Deferred), ()
 
     @contextmanager
     def recording(self, redirect: bool = False) -> Iterator[None]:
@@ -272,6 +277,11 @@ class Deferred:
         first. Only rank 0 must know all values (others take them from it). Raises ValueError on all ranks, by name, for
         what it has no initialiser for.
         """
+        if self._lost and is_on_meta(module):
+            raise ValueError(
+                "The module was built on the meta device before its processes were spawned, where what its code did is not"
+                " known. Build it in `configure_model`, or start the processes with start_method='popen'."
+            )
         for submodule in _inner_first(module, set()):
             reset = next((getattr(submodule, name) for name in _INITIALISERS if hasattr(submodule, name)), None)
             if callable(reset) and any(not self.knows(t) for _, t in _own_meta_tensors(submodule)):
@@ -331,7 +341,7 @@ class Deferred:
         for name, tensor in () if done else _own_meta_tensors(module):
             if not isinstance(tensor, nn.Parameter):
                 continue
-            last = self._log[tensor.untyped_storage()._cdata][-1:]
+            last = self._log.get(tensor.untyped_storage()._cdata, [])[-1:]
             if not any(self._operations[i].function is _ATEN.copy_.default for i in last):
                 raise ValueError(
                     f"transformers does not initialise {f'{path}.{name}' if path else name!r} under torch.device('meta'): build"
@@ -345,6 +355,12 @@ class Deferred:
             found = () if name in ("_parameters", "_buffers", "_modules") else _meta_tensors(value)
             if found and not any(isinstance(leaf, nn.Parameter) for leaf in found):
                 vars(module)[name] = self.values(value)
+
+
+def _lost() -> Deferred:
+    deferred = Deferred()
+    deferred._lost = True
+    return deferred
 
 
 class _Recorder(TorchDispatchMode):

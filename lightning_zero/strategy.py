@@ -514,7 +514,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         state = super().__getstate__()
         # Groups and engines belong to one process; the launcher pickles the strategy before either exists.
         left = dict.fromkeys(("engine", "_optimizer_engine", "_uneven", "_comm", "_comm_group"))
-        return {**state, **left, "_deferred": Deferred()}
+        return {**state, **left}
 
     @classmethod
     @override

@@ -54,7 +54,6 @@ class ZeroEngine:
         self.units: list[Unit] = []
         self._comm = comm
         self._pool = BufferPool(comm.device, self.ledger, capacity=config.prefetch + 2)
-        self._names = {id(p): n for n, p in module.named_parameters()}
         self._where: dict[int, tuple[Unit, int]] = {}
         self._gradients: dict[int, UnitGradients] = {}
         self._handles: list[RemovableHandle] = []
@@ -92,8 +91,11 @@ class ZeroEngine:
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         """Let ``optimizers`` of the module's parameters update shards; those that cannot are refused by name."""
         optimizers = list(optimizers)
+        names = {id(p): n for n, p in self.module.named_parameters()}  # `configure_optimizers` may have changed the module
         for optimizer in optimizers:
-            check_supported(optimizer, self._names)
+            check_supported(optimizer, names)
+        if self.units:
+            check_nothing_new(self.module, self._where)
         self.optimizers += optimizers
         if self.units:
             self._bindings += [OptimizerBinding(optimizer, self, self._updater) for optimizer in optimizers]

@@ -1,6 +1,7 @@
 """Tensors on the meta device have, when they are asked for, the values that the same code gives without it."""
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -207,6 +208,20 @@ def test_attributes_of_the_object_stay() -> None:
     assert not module.bias.requires_grad
     assert module.mask.tolist() == [True, True]
     assert module.tables["a"][0].tolist() == [0, 1, 2]
+
+
+def test_what_is_lost_on_the_way_to_another_process_is_not_made_up() -> None:
+    deferred = Deferred()
+    with deferred.recording(redirect=True):
+        module = nn.Linear(2, 2)
+    for there in (
+        pickle.loads(pickle.dumps(deferred)),
+        pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(deferred)))),
+    ):
+        there.prepare(nn.Linear(2, 2), COMM)
+        with pytest.raises(ValueError, match="built on the meta device before its processes were spawned"):
+            there.prepare(module, COMM)
+    pickle.loads(pickle.dumps(Deferred())).prepare(module, COMM)
 
 
 def test_something_that_holds_a_parameter_is_named() -> None:
