@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
@@ -429,13 +430,14 @@ def rest_to_device(module: nn.Module, comm: Comm) -> None:
     """Bring to the device all but parameters, and rank 0's buffers to all ranks. All ranks call it."""
 
     def move(tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, nn.Parameter) and tensor.numel() else tensor.to(comm.device)
+        stays = isinstance(tensor, nn.Parameter) and not is_lazy(tensor) and tensor.numel()
+        return tensor if stays else tensor.to(comm.device)
 
     module._apply(move)  # metrics have states that are no buffers
     _drop_references(module)
     _update_properties(module, device=comm.device)
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    buffers = [b.detach() for name, b in module.named_buffers() if b.numel() and name not in ignored]
+    buffers = [b.detach() for name, b in module.named_buffers() if not is_lazy(b) and b.numel() and name not in ignored]
     comm.broadcast(buffers, counted=False)
 
 

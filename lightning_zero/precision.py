@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -132,6 +133,11 @@ class ZeroPrecision(Precision):
         if self.scaler is not None and not isinstance(self, MixedPrecision):
             tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)
+
+    @override
+    def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        with nullcontext() if self.engine is None else self.engine.backward():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]

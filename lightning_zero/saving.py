@@ -69,7 +69,10 @@ class SavesShards(DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._comm is None or self.lightning_module is None:
-            raise RuntimeError("a checkpoint was saved before ZeroStrategy.setup")
+            if self.state_dict_type == "sharded":
+                raise RuntimeError("a checkpoint of shards was saved before ZeroStrategy.setup")
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # nothing is sharded yet
+            return
         engine = self._optimizer_engine
         with failing_together(self._comm, self.config.read_timeout):
             if self.state_dict_type == "full":

@@ -25,6 +25,7 @@ from lightning_zero import planner
 from lightning_zero.activations.checkpointing import Recomputation, checked_policy
 from lightning_zero.activations.offload import ActivationStore
 from lightning_zero.activations.partitioned import PartitionedInputs
+from lightning_zero.alone import RunsAlone
 from lightning_zero.checkpoint.saving import FolderSaver, saves_in_background
 from lightning_zero.comm import Comm, check_backend
 from lightning_zero.config import (
@@ -54,7 +55,7 @@ from lightning_zero.uneven import MeetsUnevenRanks, UnevenBatches
 _CLOSE_TIMEOUT_SECONDS = 10.0
 
 
-class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, JoinsGroups, SavesShards):
+class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, JoinsGroups, SavesShards, RunsAlone):
     """Data-parallel training with sharded optimizer state, gradients and parameters (ZeRO, SC 20).
 
     The LightningModule needs no change and is never wrapped.
@@ -189,7 +190,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             self.model = self._layer_sync.apply(self.model)
         if fitting and self.world_size > 1:
             check_synced_norm(self.model, self.root_device)
-        if self._shards(fitting):
+        if self._shards(fitting) and self.world_size > 1:
             check_module(self.model, self.config.residence.whole_parameters)
         if not (self._shards(fitting) and isinstance(self.precision_plugin, HalfPrecision)):
             self.model = self.precision_plugin.convert_module(self.model)
@@ -201,15 +202,17 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         if comm.model is not None:
             self._compare_replicas(comm, fitting)
         self._deferred.prepare(self.model, comm)
-        if fitting and self._chooses:
+        # What there is to choose, and whether one rank shards at all, depends on them; else they see the module as it trains.
+        optimizers_first = fitting and (self._chooses or not (comm.is_shared or is_on_meta(self.model)))
+        if optimizers_first:
             self.setup_optimizers(trainer)
+        if fitting and self._chooses:
             self._choose(comm, str(trainer.precision))
-        self._setup_engine(comm, fitting)
+        self._setup_engine(comm, fitting, self.optimizers if optimizers_first else [])
         self._deferred.finish(self.model)
         self._uneven = UnevenBatches(trainer, comm, self.engine)
-        if fitting:
-            if not self._chooses:
-                self.setup_optimizers(trainer)
+        if fitting and not optimizers_first:
+            self.setup_optimizers(trainer)
             if self.engine is not None:
                 self.engine.bind(self.optimizers)
         self.setup_precision_plugin()
@@ -270,7 +273,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         self.config = replace(self.config, stage=chosen.stage)
         self.offload = self._given_offload or (OffloadConfig() if chosen.offload else None)
 
-    def _setup_engine(self, comm: Comm, fitting: bool) -> None:
+    def _setup_engine(self, comm: Comm, fitting: bool, optimizers: list[Optimizer]) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
         if module is None:
             raise RuntimeError("ZeroStrategy.setup was called without a LightningModule")
@@ -283,7 +286,9 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             rest_to_device(module, comm)
             keeper = self._make_keeper(link, fitting)
             with LateBar("sharding the module", self._shows_progress) as progress:
-                self.engine = ZeroEngine(module, comm, config, (), updater, keeper, self._deferred.source, progress)
+                self.engine = ZeroEngine(
+                    module, comm, config, optimizers, updater, keeper, self._deferred.source, progress
+                )  # fmt: skip
             if not self.engine.units:
                 self.model = plugin.convert_module(module)
         if self.engine is None or not self.engine.units:
@@ -382,19 +387,6 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             # Looked up each time: callbacks replace buffers (averaging resets batch norm).
             self._comm.broadcast([b.detach() for b in self.lightning_module.buffers() if b.numel()])
         self._buffers_due = then and self._syncs_buffers
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError("backward was called without a LightningModule")
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with nullcontext() if self.engine is None else self.engine.backward():
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
 
     @contextmanager
     @override

@@ -158,12 +158,12 @@ def load_optimizers(
 ) -> None:
     """Load the optimizers' state and the master weights, from either form of checkpoint. All ranks call it."""
     states = checkpoint["optimizer_states"]
-    if len(states) != len(optimizers):
+    if states and len(states) != len(optimizers):
         raise ValueError(
             f"The checkpoint has the state of {len(states)} optimizer(s), the module has configured {len(optimizers)}."
             f"{_WAY_OUT}"
         )
-    for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+    for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         if isinstance(state, SavedOptimizer):
             state = state.read(optimizer, module, engine)
         optimizer.load_state_dict(state)

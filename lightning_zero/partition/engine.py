@@ -12,14 +12,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.comm import Comm, fingerprint
 from lightning_zero.config import EngineConfig
-from lightning_zero.partition import handle, hooks
+from lightning_zero.partition import hooks
 from lightning_zero.partition.clipping import GradientShards
 from lightning_zero.partition.elementwise import check_supported, state_bytes
 from lightning_zero.partition.gradients import GradientSync, UnitGradients, gradient_dtypes
-from lightning_zero.partition.grouping import check_module, check_nothing_new
+from lightning_zero.partition.grouping import check_nothing_new
 from lightning_zero.partition.memory import BufferPool, Ledger
 from lightning_zero.partition.optimizer import OptimizerBinding, StateForm, Updater
 from lightning_zero.partition.outside import OutsideReads
+from lightning_zero.partition.refused import can_shard
 from lightning_zero.partition.schedule import Schedule
 from lightning_zero.partition.sharding import Progress, Source, first_values, own_values, plan_units
 from lightning_zero.partition.shards import LocalShards
@@ -74,8 +75,10 @@ class ZeroEngine:
         self.on_stop: Callable[[], None] = lambda: None
         self.optimizers: list[Optimizer] = []
         self._states_counted = 0
-        check_module(module, config.residence.whole_parameters)
-        if comm.is_shared or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or self._needs_master():
+        optimizers = list(optimizers)
+        needed = comm.is_shared or self._needs_master()
+        asked = os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0")
+        if can_shard(module, optimizers, config.residence.whole_parameters, needed) and (needed or asked):
             self._make_units(source, progress)
         self._shards_parameters = bool(self.units) and not config.residence.whole_parameters
         self.whole = WholeTensors(self.units, comm, self._pool)
@@ -92,7 +95,7 @@ class ZeroEngine:
         """Let ``optimizers`` of the module's parameters update shards; those that cannot are refused by name."""
         optimizers = list(optimizers)
         names = {id(p): n for n, p in self.module.named_parameters()}  # `configure_optimizers` may have changed the module
-        for optimizer in optimizers:
+        for optimizer in optimizers if self.units or self._comm.is_shared else ():
             check_supported(optimizer, names)
         if self.units:
             check_nothing_new(self.module, self._where)
@@ -105,6 +108,10 @@ class ZeroEngine:
         return self._comm.rank
 
     @property
+    def world_size(self) -> int:
+        return self._comm.world_size
+
+    @property
     def received_share(self) -> float:
         """Memory for what the other ranks send, for each byte of gradients that is being reduced."""
         return self._comm.received_share
@@ -115,7 +122,6 @@ class ZeroEngine:
         return any(self.config.dtypes.master_dtype(p) for p in self.module.parameters())
 
     def _make_units(self, source: Source, progress: Progress) -> None:
-        handle.check_distinct(self.module)
         whole, config = self.config.residence.whole_parameters, self.config
         plans = plan_units(self.module, config, self._comm.num_shards)
         try:
@@ -170,7 +176,8 @@ class ZeroEngine:
         self.complete()
         self.settle()
         if kind == "train":
-            check_nothing_new(self.module, self._where)
+            if self._comm.world_size > 1:
+                check_nothing_new(self.module, self._where)
             self._look_for_unfrozen()
         else:
             self.drain()

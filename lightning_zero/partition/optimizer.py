@@ -53,6 +53,9 @@ class Host(Protocol):
     def rank(self) -> int: ...
 
     @property
+    def world_size(self) -> int: ...
+
+    @property
     def closed(self) -> bool: ...
 
     def locate(self, parameter: nn.Parameter) -> "tuple[Unit, UnitGradients | None, int] | None": ...
@@ -202,6 +205,8 @@ class OptimizerBinding:
         if self._depth or self._released:
             return
         if self._originals is None:
+            if all(parameter.grad is None for parameter in self._parameters()):
+                return  # nothing was updated, and Lightning says that its closure was not called
             raise RuntimeError(
                 f"{type(optimizer).__qualname__}.step did not call its closure, so there are no gradients to step with."
             )
@@ -302,15 +307,16 @@ class OptimizerBinding:
             self._originals.append(group["params"])
             shards = []
             for parameter in group["params"]:
-                if not parameter.numel():
-                    shards.append(parameter)  # no unit holds it, there is nothing to shard
-                    continue
                 located = self._host.locate(parameter)
                 if located is None:
-                    raise RuntimeError(
-                        f"{type(self.optimizer).__qualname__} holds a parameter of shape {tuple(parameter.shape)} that is"
-                        " not one of the LightningModule's parameters."
-                    )
+                    # Without elements; or new, where a single rank has it whole.
+                    if parameter.numel() and (self._host.world_size > 1 or self._updater is not None):
+                        raise RuntimeError(
+                            f"{type(self.optimizer).__qualname__} holds a parameter of shape {tuple(parameter.shape)} that"
+                            " is not one of the LightningModule's parameters."
+                        )
+                    shards.append(parameter)
+                    continue
                 unit, gradients, index = located
                 gradient = None if gradients is None else gradients.local(index)
                 if gradient is None:
@@ -410,7 +416,9 @@ class OptimizerBinding:
             state = self.optimizer.state.get(parameter)
             if state and shard is not None:
                 mine[index] = {
-                    name: value.dtype if shard.numel() and is_moment(value, shard.shape) else copy_value(value)
+                    name: value.dtype
+                    if shard is not parameter and is_moment(value, shard.shape)
+                    else copy_value(value)
                     for name, value in state.items()
                 }
         known: dict[int, dict[str, Any]] = {}
@@ -438,10 +446,9 @@ class OptimizerBinding:
         return dict(sorted(known.items())) if keep else {}
 
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        if not parameter.numel():
-            return parameter
+        """What the optimizer updates in the parameter's place: itself where no unit holds it."""
         located = self._host.locate(parameter)
-        return None if located is None else located[0].shards[located[2]]
+        return parameter if located is None else located[0].shards[located[2]]
 
     def _whole_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self._released:
