@@ -15,6 +15,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -468,6 +469,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         self._restores_late = False
         if self.engine is not None:
             self.engine.abandon()
+        super(DDPStrategy, self).on_exception(exception)  # DDP's own explains a reducer that is not there
 
     @override
     def teardown(self) -> None:

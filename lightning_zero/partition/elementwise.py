@@ -20,6 +20,11 @@ _ELEMENTWISE = {
 }
 
 
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether it need not be tried, which calls its ``step``."""
+    return type(optimizer) in _ELEMENTWISE
+
+
 def check_supported(optimizer: Optimizer, names: dict[int, str]) -> None:
     """Refuse, by name, optimizers that sharding would change; raise on parameters the module does not have."""
     name = type(optimizer).__qualname__
@@ -44,7 +49,7 @@ def check_supported(optimizer: Optimizer, names: dict[int, str]) -> None:
                     f"['params'][{index}]) that is not one of the LightningModule's parameters. Register it on the module."
                 )
     for group_index, group in enumerate(optimizer.param_groups):
-        if type(optimizer) not in _ELEMENTWISE and not _is_elementwise(optimizer, group):
+        if not is_known(optimizer) and not _is_elementwise(optimizer, group):
             raise ValueError(
                 f"The optimizer {name} (param_groups[{group_index}]) cannot be sharded: its update of an element depends"
                 " on other elements or on the tensor's shape (tried on a small matrix). Use an element-wise optimizer."

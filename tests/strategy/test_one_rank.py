@@ -125,6 +125,20 @@ def test_what_cannot_be_sharded_is_trained_as_it_is(tmp_path: Path, kind: str) -
     assert_same_weights(trainer.lightning_module, reference.lightning_module)
 
 
+class CountsSteps(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        CountsSteps.steps += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_is_not_tried_out(tmp_path: Path) -> None:
+    CountsSteps.steps = 0
+    trainer = fitted(tmp_path, ZeroStrategy(stage=3), partial(Net, lambda module: CountsSteps(module.parameters(), lr=0.1)))
+    assert CountsSteps.steps == trainer.global_step == 8
+
+
 class Growing(Net):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
