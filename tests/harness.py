@@ -127,6 +127,8 @@ def make_trainer(root: str | Path, **kwargs: Any) -> Trainer:
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        # One rank takes samples in the order they have, unless it stands for several.
+        "use_distributed_sampler": dist.get_world_size() > 1,
     }
     plugins = list(kwargs.pop("plugins", []))
     if kwargs.get("precision") == "16-mixed":

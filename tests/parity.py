@@ -119,8 +119,6 @@ def all_stages(
 ) -> dict[int, Outcome]:
     """Inside a rank: the reference and all three stages, one after the other."""
     kwargs = kwargs or {}
-    if dist.get_world_size() == 1:
-        kwargs = {"use_distributed_sampler": False, **kwargs}  # as a Trainer without a strategy
     reference = trained(reference_factory or module_factory, 0, **kwargs)
     return {0: reference, **{stage: trained(module_factory, stage, **kwargs) for stage in STAGES}}
 

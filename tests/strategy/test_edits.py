@@ -483,7 +483,7 @@ def test_unfreezing_in_mid_run(module: type[Case]) -> None:
     """DDP leaves gradients of parameters that were frozen at the start to each rank: the reference is one process that
     trains on the joined batches."""
     settings = {"data": (32, WIDTH), **module.settings}
-    [reference] = run(1, partial(trained, module, 0, batch_size=4, **settings))
+    [reference] = run(1, partial(trained, module, 0, batch_size=4, use_distributed_sampler=True, **settings))
     reference = replace(reference, losses=[])
     results = run(2, partial(each_stage, module, settings))
     assert_same([{0: reference, **by_stage} for by_stage in results], exact=False)

@@ -500,7 +500,7 @@ def assert_same_as_joined(
     world: int, module: type[Net], settings: dict[str, Any], reference_settings: dict[str, Any]
 ) -> None:
     """The reference is one process with the ranks' batches in one; its losses are means of theirs."""
-    [reference] = run(1, partial(trained, module, 0, **reference_settings))
+    [reference] = run(1, partial(trained, module, 0, use_distributed_sampler=True, **reference_settings))
     results = run(world, stages_only, module, settings)
     assert_same(
         [
