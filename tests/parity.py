@@ -150,6 +150,7 @@ def assert_same(
                 torch.testing.assert_close(
                     torch.tensor(got.metrics[name]),
                     torch.tensor(value),
+                    equal_nan=True,
                     msg=partial(_message, f"{where}: {name}"),
                     **(metrics_tolerance or tolerance),
                 )
