@@ -24,12 +24,13 @@ from typing_extensions import override
 from lightning_zero import planner
 from lightning_zero.activations.checkpointing import Recomputation, checked_policy
 from lightning_zero.activations.offload import ActivationStore
-from lightning_zero.checkpoint.saving import FolderSaver, saves_in_background
+from lightning_zero.checkpoint.saving import FolderSaver, failing_together, saves_in_background
 from lightning_zero.comm import Comm, check_backend
 from lightning_zero.config import (
     DEFAULT_UNIT_SIZE_MB,
     EngineConfig,
     OffloadConfig,
+    check_tiers,
     checked_reduce_dtype,
     checked_unit_bytes,
     checked_unit_policy,
@@ -38,9 +39,14 @@ from lightning_zero.config import (
 )
 from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
+from lightning_zero.offload.store import Store
+from lightning_zero.offload.streamed import StreamedUpdate
+from lightning_zero.offload.tiers import make_tiers, uses_files
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
+from lightning_zero.partition.optimizer import Updater
+from lightning_zero.partition.rest import Tiers
 from lightning_zero.plugins import TakesPlugins
 from lightning_zero.saving import SavesShards
 from lightning_zero.stopping import stop_together
@@ -132,6 +138,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
         if process_group_backend is not None:
             check_backend(process_group_backend)
         self.offload = OffloadConfig() if offload is True else offload or None
+        check_tiers(self.offload, stage)
         self._chooses = stage == "auto"
         self._given_offload = self.offload
         self.delayed_from = first_delayed_step(delayed_update, self.offload)
@@ -141,6 +148,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
             raise TypeError(f"activation_offload must be True or False, got {activation_offload!r}")
         self.activation_offload = activation_offload
         self.engine: ZeroEngine | None = None
+        self._tiers: Tiers | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._comm: Comm | None = None
         self._comm_group: Any = None
@@ -213,12 +221,12 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
             raise RuntimeError("ZeroStrategy.setup was called without a LightningModule")
         self.engine = None
         if self._shards(fitting):
-            link = self._make_link() if fitting and (self.offload is not None or self.activation_offload) else None
-            updater = self._make_updater(link) if fitting else None
-            config = self._engine_config(module, updater)
+            rests = self.offload is not None and self.offload.parameters is not None
+            link = self._make_link() if rests or (fitting and (self.offload is not None or self.activation_offload)) else None
             plugin.convert_buffers(module)
-            optimizers = self.optimizers if fitting else []
-            self.engine = ZeroEngine(module, comm, config, optimizers, updater, self._make_keeper(link, fitting))
+            files = uses_files(self.offload, fitting)
+            with failing_together(comm, self.config.read_timeout, "make its files") if files else nullcontext():
+                self.engine = self._make_engine(module, comm, link, fitting)
             if not self.engine.units:
                 self.model = plugin.convert_module(module)
         if fitting:
@@ -228,11 +236,22 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
         plugin.engine = self.engine
         self._syncs_buffers = self._buffers_due = fitting and comm.world_size > 1
 
-    def _engine_config(self, module: "pl.LightningModule", updater: HostUpdate | None) -> EngineConfig:
+    def _make_engine(self, module: "pl.LightningModule", comm: Comm, link: Link | None, fitting: bool) -> ZeroEngine:
+        self._tiers = tiers = make_tiers(self.offload, comm.rank, link, fitting)
+        updater = self._make_updater(link) if fitting else None
+        config, keeper = self._engine_config(module, updater), self._make_keeper(link, fitting)
+        optimizers = self.optimizers if fitting else []
+        engine = ZeroEngine(module, comm, config, optimizers, updater, keeper, tiers)
+        if isinstance(updater, StreamedUpdate):
+            updater.prepare(optimizers, engine.locate)
+        return engine
+
+    def _engine_config(self, module: "pl.LightningModule", updater: Updater | None) -> EngineConfig:
         host = torch.device("cpu")
         on_host = updater is not None and updater.link is not None
-        # Updates that run beside steps need weights of their own.
+        # Updates that run beside steps need weights of their own, and so do those of weights that rest elsewhere.
         beside = self.delayed_from is not None or (updater is not None and updater.is_early)
+        beside |= self._tiers is not None and self._tiers.main is None
         return replace(
             self.config,
             dtypes=replace(self.precision_plugin.parameter_dtypes(module), separate_main=on_host or beside),
@@ -240,11 +259,15 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
             wide_sums=self.precision_plugin.wide_sums(self._trainer),
         )
 
-    def _make_updater(self, link: Link | None) -> HostUpdate | None:
+    def _make_updater(self, link: Link | None) -> Updater | None:
         if self.offload is None:
             return None
+        if self.offload.parameters == "cpu" and link is None:
+            rank_zero_info("OffloadConfig(parameters='cpu') does nothing on a CPU: parameters are in host memory.")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = self.offload.num_threads or default_threads(self.num_processes, cores)
+        if self._tiers is not None and isinstance(self._tiers.main, Store):
+            return StreamedUpdate(self._tiers.main, threads, link)
         return HostUpdate(self._delays, threads, link, self.offload.early_update)
 
     def _make_link(self) -> Link | None:
@@ -405,8 +428,12 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
 
     @override
     def teardown(self) -> None:
-        if self.engine is not None:
-            self._close_engine(self.engine)
+        try:
+            if self.engine is not None:
+                self._close_engine(self.engine)
+        finally:
+            if self._tiers is not None:
+                self._tiers.close()
         if self._recomputation is not None:
             self._recomputation.remove()
             self._recomputation = None
@@ -438,7 +465,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
     def __getstate__(self) -> dict:
         state = super().__getstate__()
         # Groups and engines belong to one process; the launcher pickles the strategy before either exists.
-        return {**state, "engine": None, "_optimizer_engine": None, "_uneven": None, "_comm": None, "_comm_group": None}
+        return {**state, "engine": None, "_tiers": None, "_optimizer_engine": None, "_uneven": None, "_comm": None, "_comm_group": None}
 
     @classmethod
     @override

@@ -21,15 +21,16 @@ from lightning_zero.checkpoint.training import to_folder
 from lightning_zero.comm import Comm
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.handle import Sharded
+from lightning_zero.partition.rest import bytes_of
 from lightning_zero.partition.shards import TensorShard
 from lightning_zero.worker import Worker
 
 
 @contextmanager
-def failing_together(comm: Comm, timeout: float) -> Iterator[None]:
+def failing_together(comm: Comm, timeout: float, what: str = "save a checkpoint") -> Iterator[None]:
     """What one rank does inside fails on all ranks. All ranks come here within ``timeout`` seconds, or those that did
     raise RuntimeError."""
-    comm.exchange("saving a checkpoint", timeout=timeout)
+    comm.exchange(f"about to {what}", timeout=timeout)
     failed = None
     try:
         yield
@@ -40,7 +41,7 @@ def failing_together(comm: Comm, timeout: float) -> Iterator[None]:
         raise failed
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise RuntimeError(f"Rank {rank} could not save a checkpoint. {reason}")
+            raise RuntimeError(f"Rank {rank} could not {what}. {reason}")
 
 
 class FolderSaver:
@@ -123,5 +124,5 @@ def saves_in_background(io: CheckpointIO | None) -> bool:
 
 def _copy(value: TensorShard | Tensor) -> TensorShard | Tensor:
     if isinstance(value, TensorShard):
-        return replace(value, data=value.data.to("cpu", copy=True))
+        return replace(value, data=bytes_of(value.data).to("cpu", copy=True))
     return value.detach().to("cpu", copy=True)

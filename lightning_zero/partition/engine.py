@@ -20,6 +20,7 @@ from lightning_zero.partition.grouping import check_module, check_nothing_new, g
 from lightning_zero.partition.memory import BufferPool, Ledger
 from lightning_zero.partition.optimizer import OptimizerBinding, StateForm, Updater
 from lightning_zero.partition.outside import OutsideReads
+from lightning_zero.partition.rest import Tiers
 from lightning_zero.partition.schedule import Schedule
 from lightning_zero.partition.shards import LocalShards
 from lightning_zero.partition.unit import ShardedBuffer, State, Unit
@@ -44,6 +45,7 @@ class ZeroEngine:
         optimizers: Iterable[Optimizer] = (),
         updater: Updater | None = None,
         keeper: hooks.Keeper | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.module = module
         self.config = config
@@ -66,6 +68,7 @@ class ZeroEngine:
         self.state_form = StateForm.WHOLE
         self._updater = updater
         self._link = None if updater is None else updater.link
+        self._tiers = tiers
         self.closed = False
         self.stop_wanted = False
         """Set at any time, on any rank: ``on_stop`` is then called on all ranks in the same backward."""
@@ -75,7 +78,7 @@ class ZeroEngine:
         check_module(module, config.residence.whole_parameters)
         for optimizer in optimizers:
             check_supported(optimizer, self._names)
-        if comm.world_size > 1 or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or self._needs_master():
+        if comm.world_size > 1 or os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0") or tiers or self._needs_master():
             self._make_units()
         self._shards_parameters = bool(self.units) and not config.residence.whole_parameters
         self.whole = WholeTensors(self.units, comm, self._pool)
@@ -119,7 +122,7 @@ class ZeroEngine:
             for (compute, master, shows_main, _), pairs in alike.items():
                 unit = Unit(
                     len(self.units), group.name or "the module", group.modules, pairs, self._comm, self._pool, self.ledger,
-                    self._access, whole, compute, master, shows_main, self.config.main_device, self._link,
+                    self._access, whole, compute, master, shows_main, self.config.main_device, self._link, self._tiers,
                 )  # fmt: skip
                 self.units.append(unit)
                 self._handles += hooks.hook_readers(unit, group.readers, self)
