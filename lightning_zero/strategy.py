@@ -456,7 +456,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
             return
         try:
             engine.close(min(_CLOSE_TIMEOUT_SECONDS, self.config.read_timeout))
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, OSError) as error:
             rank_zero_warn(
                 f"The module could not be made whole after the exception: its parameters stay sharded. {error}"
             )

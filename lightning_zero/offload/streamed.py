@@ -9,6 +9,7 @@ State that no update has made yet is what a new file reads as, zeros.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -131,9 +132,12 @@ class StreamedUpdate:
                 writes[position % _DEPTH] = chunk.write()
                 if chunk.is_last:
                     chunk.job.finish()
-        finally:
-            # Threads may still be at work on the buffers.
-            _wait([transfer for some in (*reads.values(), *writes.values()) for transfer in some])
+            _wait([transfer for some in writes.values() for transfer in some])
+        except BaseException:
+            # Threads may still be at work on the buffers; what has failed first is what is raised.
+            with suppress(OSError):
+                _wait([transfer for some in (*reads.values(), *writes.values()) for transfer in some])
+            raise
 
     def _buffers_of(self, number: int, chunk: "_Chunk") -> list[Tensor]:
         buffers = self._buffers[number]
