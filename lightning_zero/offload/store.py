@@ -39,11 +39,10 @@ class Store:
 
     in_memory = False
 
-    def __init__(self, path: str | os.PathLike, rank: int, link: Link | None = None) -> None:
+    def __init__(self, path: str | os.PathLike, rank: int) -> None:
         if fcntl is None:
             raise NotImplementedError("OffloadConfig(optimizer='nvme') and parameters='nvme' need file locks, which Windows lacks.")
         self.queue = FileQueue(_THREADS)
-        self.link = link
         self.nbytes = 0
         """Taken on the disk."""
         self._files: dict[str, OpenFile] = {}
@@ -56,14 +55,14 @@ class Store:
         # Also when the interpreter ends without having closed it.
         self._remove = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
 
-    def place(self, name: str, numel: int, dtype: torch.dtype) -> "FilePlace":
+    def place(self, name: str, numel: int, dtype: torch.dtype, link: Link | None = None) -> "FilePlace":
         """Room for ``numel`` elements at the end of the file ``name``, zeros at first. Raises OSError if there is none."""
         if name not in self._files:
             self._files[name] = OpenFile(os.path.join(self.folder, name))
             self._ends[name] = 0
         nbytes = -(-numel * dtype.itemsize // BLOCK_BYTES) * BLOCK_BYTES
         self._files[name].allocate(self._ends[name], nbytes)
-        place = FilePlace(self, self._files[name], self._ends[name], numel, dtype)
+        place = FilePlace(self, self._files[name], self._ends[name], numel, dtype, link)
         self._ends[name] += nbytes
         self.nbytes += nbytes
         return place
@@ -83,27 +82,31 @@ class Store:
 
 
 class FilePlace:
-    """A range of a file that holds a 1-D tensor (the engine's ``Place``)."""
+    """A range of a file that holds a 1-D tensor (the engine's ``Place``); with a ``link`` what is read goes to a device."""
 
-    def __init__(self, store: Store, file: OpenFile, offset: int, numel: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, store: Store, file: OpenFile, offset: int, numel: int, dtype: torch.dtype, link: Link | None = None
+    ) -> None:
         self.numel, self.dtype = numel, dtype
-        self._store, self._file, self._offset = store, file, offset
+        self._store, self._file, self._offset, self._link = store, file, offset, link
 
     def part(self, start: int, stop: int) -> "FilePlace":
-        """The elements ``[start, stop)``."""
-        return FilePlace(self._store, self._file, self._offset + start * self.dtype.itemsize, stop - start, self.dtype)
+        offset = self._offset + start * self.dtype.itemsize
+        return FilePlace(self._store, self._file, offset, stop - start, self.dtype, self._link)
 
     def read(self, into: Tensor) -> Transfer:
-        """Start filling ``into``, a contiguous tensor of the place's size and dtype, on the host or the device."""
-        self._check(into)
-        if into.device.type == "cpu":
-            return self._store.queue.read(self._file, self._offset, into)
-        return _ToDevice(self, self._store.link, into)  # type: ignore[arg-type]
+        if self._link is not None:
+            host = self._link.take(self.numel, self.dtype)
+            return _ToDevice(self._link, host, self._read(host), into)
+        return self._read(into)
 
     def write(self, values: Tensor) -> FileTransfer:
-        """Start writing ``values``, which must not change before that is done."""
         self._check(values)
-        return self._store.queue.write(self._file, self._offset, values.to("cpu"))
+        return self._store.queue.write(self._file, self._offset, values)
+
+    def _read(self, into: Tensor) -> FileTransfer:
+        self._check(into)
+        return self._store.queue.read(self._file, self._offset, into)
 
     def _check(self, tensor: Tensor) -> None:
         if tensor.numel() != self.numel or tensor.dtype != self.dtype:
@@ -113,10 +116,9 @@ class FilePlace:
 class _ToDevice:
     """From a file through the link's host memory."""
 
-    def __init__(self, place: FilePlace, link: Link, into: Tensor) -> None:
-        self._link, self._into = link, into
-        self._host = link.take(place.numel, place.dtype)
-        self._read = place.read(self._host)
+    def __init__(self, link: Link, host: Tensor, read: FileTransfer, into: Tensor) -> None:
+        self._link, self._host, self._read, self._into = link, host, read, into
+        self._sent: Transfer | None = None
 
     def wait(self) -> None:
         self._send().wait()
@@ -125,23 +127,34 @@ class _ToDevice:
         self._send().synchronize()
 
     def _send(self) -> Transfer:
-        self._read.synchronize()
-        sent = self._link.upload(self._host, self._into)
-        self._link.give(self._host, after=sent)
-        return sent
+        if self._sent is None:
+            self._read.synchronize()
+            self._sent = self._link.upload(self._host, self._into)
+            self._link.give(self._host, after=self._sent)
+        return self._sent
+
+
+class DeviceFiles:
+    """The room of a store, for what a device fetches from it."""
+
+    in_memory = False
+
+    def __init__(self, store: Store, link: Link) -> None:
+        self._store, self._link = store, link
+
+    def place(self, name: str, numel: int, dtype: torch.dtype) -> FilePlace:
+        return self._store.place(name, numel, dtype, self._link)
 
 
 class HostStore:
-    """Room for 1-D tensors in host memory, for what a device fetches when it needs it."""
+    """Room for 1-D tensors in host memory, for what a device fetches from there."""
 
     in_memory = True
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self.nbytes = 0
 
     def place(self, name: str, numel: int, dtype: torch.dtype) -> "HostPlace":
-        self.nbytes += numel * dtype.itemsize
         return HostPlace(self._link, self._link.take(numel, dtype))
 
 
@@ -156,9 +169,6 @@ class HostPlace:
         return HostPlace(self._link, self._tensor[start:stop])
 
     def read(self, into: Tensor) -> Transfer:
-        if into.device == self._tensor.device:
-            into.copy_(self._tensor)
-            return _Done()
         return self._link.upload(self._tensor, into)
 
     def write(self, values: Tensor) -> Transfer:

@@ -1,7 +1,7 @@
 """From an OffloadConfig to where shards rest."""
 
 from lightning_zero.config import OffloadConfig
-from lightning_zero.offload.store import HostStore, Store
+from lightning_zero.offload.store import DeviceFiles, HostStore, Store
 from lightning_zero.partition.rest import Places, Tiers
 from lightning_zero.transfer import HostPool, Link
 
@@ -15,9 +15,11 @@ def make_tiers(offload: OffloadConfig | None, rank: int, link: Link | None, fitt
     """None where all shards rest where they are used. Raises OSError if files cannot be made."""
     if offload is None:
         return None
-    store = Store(offload.nvme_path or "", rank, link) if uses_files(offload, fitting) else None
-    parameters: Places | None = store if offload.parameters == "nvme" else None
-    if offload.parameters == "cpu" and link is not None:
+    store = Store(offload.nvme_path or "", rank) if uses_files(offload, fitting) else None
+    parameters: Places | None = None
+    if offload.parameters == "nvme" and store is not None:
+        parameters = store if link is None else DeviceFiles(store, link)
+    elif offload.parameters == "cpu" and link is not None:
         parameters = HostStore(link)
     main = store if offload.optimizer == "nvme" and fitting else None
     if main is None and parameters is None:

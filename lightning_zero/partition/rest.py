@@ -28,10 +28,10 @@ class Place(Protocol):
         """The elements ``[start, stop)``."""
 
     def read(self, into: Tensor) -> Transfer:
-        """Start copying the bytes to ``into``."""
+        """Start copying the bytes to ``into``, where they are used."""
 
     def write(self, values: Tensor) -> Transfer:
-        """Start copying the bytes of ``values``, which must not change before that is done."""
+        """Start copying the bytes of ``values`` in host memory, which must not change before that is done."""
 
 
 class Places(Protocol):
@@ -90,12 +90,14 @@ class Rested:
         self._staged: tuple[Tensor, Transfer] | None = None
         self._leaving: Transfer | None = None
         """New bytes on their way to the place."""
+        self._last: Transfer | None = None
+        """What reads the place, perhaps still."""
         self._version: int | None = None
         """While the tensor is here: the version it came with."""
         self._compares = compares
         self._nowhere = handle.placeholder(place.dtype, device).expand(place.numel)
         if values is not None:
-            place.write(values).synchronize()
+            place.write(values.to("cpu")).synchronize()
         self.tensor = Tensor._make_subclass(Tensor, self._nowhere)
         handle.adopt(self.tensor, self)
         self._leave()
@@ -144,7 +146,7 @@ class Rested:
         if self.is_here:
             if self.tensor._version != self._version or (self._compares and not self._same_as_place()):
                 self._arrive()
-                self.place.write(self.tensor.detach()).synchronize()
+                self.place.write(self.tensor.detach().to("cpu")).synchronize()
             self._leave()
         self.forget()
 
@@ -163,14 +165,17 @@ class Rested:
         return self._leaving
 
     def _arrive(self) -> None:
-        if self._leaving is not None:
-            transfer, self._leaving = self._leaving, None
-            transfer.synchronize()
+        """Nothing is on its way any more."""
+        transfers, self._last, self._leaving = (self._last, self._leaving), None, None
+        for transfer in transfers:
+            if transfer is not None:
+                transfer.synchronize()
 
     def _fetch(self) -> Tensor:
         self.stage()
         (into, transfer), self._staged = self._staged, None  # type: ignore[misc]
         transfer.wait()
+        self._last = transfer
         return into
 
     def _leave(self) -> None:

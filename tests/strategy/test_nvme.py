@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero.offload import streamed
 from tests.harness import make_trainer, run
 from tests.parity import TINY_UNIT_MB, RandomData, rank, trained
+from tests.slow_link import FarStrategy
 from tests.strategy.test_modules import Gan
 from tests.strategy.test_offload import Net
 
@@ -36,8 +38,10 @@ def differences(cases: list[tuple[Any, int, OffloadConfig, dict[str, Any]]]) -> 
     found = []
     for factory, stage, offload, kwargs in cases:
         kwargs = {"data": (24, 6), **kwargs}
+        units = kwargs.pop("unit_size_mb", TINY_UNIT_MB)
         memory, files = (
-            trained(factory, stage, strategy_kwargs={"offload": one}, **kwargs) for one in (True, offload)
+            trained(factory, stage, strategy_kwargs={"offload": one, "unit_size_mb": units}, **kwargs)
+            for one in (True, offload)
         )
         wrong = [name for name, value in memory.weights.items() if not torch.equal(value, files.weights[name])]
         wrong += ["losses"] * (memory.losses != files.losses) + ["not plain"] * (not files.plain) + own_files()
@@ -66,6 +70,47 @@ def test_optimizer_in_files() -> None:
     check(2, [(net(name), stage, IN_FILES, {}) for name in ("adam", "sgd") for stage in (1, 2, 3)])
     check(1, [(net("adamw_fused"), stage, IN_FILES, {}) for stage in (1, 3)])
     check(3, [(net("cpu_adam"), 2, IN_FILES, {}), (net("nadam"), 3, IN_FILES, {})])
+
+
+class Wide(Net):
+    """Several chunks to a unit, some without gradients in every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+        self.first, self.second, self.third = nn.Linear(6, 90), nn.Linear(90, 51), nn.Linear(51, 51)
+        self.sometimes = nn.Linear(90, 90)
+
+
+def in_chunks(cases: list[Any]) -> list[Any]:
+    streamed.CHUNK_BYTES = 4096
+    return differences(cases)
+
+
+@pytest.mark.parametrize("isa", ["", "torch"])
+def test_units_of_many_chunks(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_ISA", isa)
+    cases = [(1, {}), (3, {}), (2, {"precision": "bf16-mixed"}), (3, {"precision": "bf16-true"})]
+    cases = [(Wide, stage, IN_FILES, {"unit_size_mb": 1.0, **kwargs}) for stage, kwargs in cases]  # type: ignore[misc]
+    for found in run(2, in_chunks, cases):
+        for case, wrong in found:
+            assert wrong == [], case
+
+
+class Unfreezing(Net):
+    """A layer is frozen at first, another one later."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw_fused")
+        self.second.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.second.requires_grad_(batch_idx > 1)
+        self.first.requires_grad_(batch_idx < 4)
+
+
+def test_freezing_and_unfreezing() -> None:
+    pairs = [PAIRS[2], PAIRS[3], PAIRS[5]]
+    check(2, [(Unfreezing, 3, pair, {"precision": flag}) for pair in pairs for flag in ("32-true", "bf16-mixed")])
 
 
 def test_in_every_precision() -> None:
@@ -204,3 +249,39 @@ def test_what_cannot_work_is_refused_at_construction(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# -- a device ----------------------------------------------------------------------------------------------------------
+
+
+class Predicting(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def far(cases: list[tuple[OffloadConfig, int, dict[str, Any]]]) -> list[tuple[str, list[str]]]:
+    """The same with a slow link between the host and what computes, as far from each other as a device is."""
+    found = []
+    for offload, stage, kwargs in cases:
+        ends = []
+        for cls, tiers in ((ZeroStrategy, True), (FarStrategy, offload)):
+            strategy = cls(stage, offload=tiers, unit_size_mb=TINY_UNIT_MB)
+            torch.manual_seed(0)
+            module = Predicting("adamw_fused")
+            trainer = make_trainer(".", strategy=strategy, max_epochs=1, **kwargs)
+            trainer.fit(module, DataLoader(RandomData(28, 6), batch_size=2))
+            outputs = trainer.predict(module, DataLoader(RandomData(4, 6), batch_size=2))
+            ends.append({**module.state_dict(), **{str(i): output for i, output in enumerate(outputs or [])}})
+        wrong = [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
+        found.append((f"{offload} at stage {stage}, {kwargs}", wrong + own_files()))
+    return found
+
+
+def test_distance_changes_nothing() -> None:
+    bf16 = {"precision": "bf16-true"}
+    cases = [(pair, 3, kwargs) for pair in PAIRS[1:] for kwargs in (bf16, {})]
+    cases += [(IN_FILES, 1, {"precision": "bf16-mixed"}), (IN_FILES, 2, bf16)]
+    for found in run(2, far, cases, timeout=120):
+        assert len(found) == len(cases)
+        for case, wrong in found:
+            assert wrong == [], case
