@@ -207,13 +207,13 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
 
     def _choose(self, comm: Comm, precision: str) -> None:
         """For ``stage="auto"``: the same choice on every rank."""
-        offload = (False, True) if self._given_offload is None else (True,)
+        offload = (None, OffloadConfig()) if self._given_offload is None else (self._given_offload,)
         module = self._trainer.lightning_module
         chosen = planner.choose(
             module, comm, self.root_device, precision, optimizer_states(self.optimizers), offload, self.config
         )
         self.config = replace(self.config, stage=chosen.stage)
-        self.offload = self._given_offload or (OffloadConfig() if chosen.offload else None)
+        self.offload = self._given_offload or chosen.tiers
 
     def _setup_engine(self, comm: Comm, fitting: bool) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
@@ -393,17 +393,19 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
     plan = staticmethod(planner.make_plan)
 
     def memory_stats(self) -> dict[str, Any]:
-        """Model-state bytes on this rank: ``{"now": {kind: bytes}, "peak": {kind: bytes}, "peak_total": bytes}``.
+        """Model-state bytes of this rank, wherever they rest: ``{"now": {kind: bytes}, "peak": {kind: bytes}, "peak_total":
+        bytes, "nvme": bytes}``, the last being those that are taken in files.
 
         Kinds: ``parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers`` (unsharded flat buffers of units).
         The kinds have their peaks at different times, ``peak_total`` is the most that all of them took at once.
         """
         engine = self.engine or self._optimizer_engine
         if engine is not None:
-            return engine.memory_stats()
+            files = None if self._tiers is None else self._tiers.files
+            return {**engine.memory_stats(), "nvme": 0 if files is None else files.nbytes}
         parameters = list(self.lightning_module.parameters()) if self.lightning_module is not None else []
         held = {"parameters": sum(p.numel() * p.element_size() for p in parameters)}
-        return {"now": held, "peak": dict(held), "peak_total": held["parameters"]}
+        return {"now": held, "peak": dict(held), "peak_total": held["parameters"], "nvme": 0}
 
     def comm_stats(self) -> dict[str, dict[str, Any]]:
         """What this rank has sent since set-up: ``{collective: {"calls": n, "bytes": n, "seconds": s}}``.
@@ -432,8 +434,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Save
             if self.engine is not None:
                 self._close_engine(self.engine)
         finally:
-            if self._tiers is not None:
-                self._tiers.close()
+            if self._tiers is not None and self._tiers.files is not None:
+                self._tiers.files.close()
         if self._recomputation is not None:
             self._recomputation.remove()
             self._recomputation = None

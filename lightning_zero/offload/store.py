@@ -37,8 +37,6 @@ _living: set[str] = set()
 class Store:
     """Room for 1-D tensors in files below ``path``. Raises OSError where they cannot be made."""
 
-    in_memory = False
-
     def __init__(self, path: str | os.PathLike, rank: int) -> None:
         if fcntl is None:
             raise NotImplementedError("OffloadConfig(optimizer='nvme') and parameters='nvme' need file locks, which Windows lacks.")
@@ -137,8 +135,6 @@ class _ToDevice:
 class DeviceFiles:
     """The room of a store, for what a device fetches from it."""
 
-    in_memory = False
-
     def __init__(self, store: Store, link: Link) -> None:
         self._store, self._link = store, link
 
@@ -148,8 +144,6 @@ class DeviceFiles:
 
 class HostStore:
     """Room for 1-D tensors in host memory, for what a device fetches from there."""
-
-    in_memory = True
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -24,4 +24,4 @@ def make_tiers(offload: OffloadConfig | None, rank: int, link: Link | None, fitt
     main = store if offload.optimizer == "nvme" and fitting else None
     if main is None and parameters is None:
         return None
-    return Tiers(main, parameters, link or HostPool(pin_memory=False), () if store is None else (store.close,))
+    return Tiers(main, parameters, link or HostPool(pin_memory=False), store)

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.partition.rest import RestingTensor
-
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times per step through its closure and mixes all elements in its line search",
     "Adafactor": "it factors the second moment of whole matrices",
@@ -103,11 +101,11 @@ def probe(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Param
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the optimizer's state in this rank's memory."""
+    """Bytes of the optimizer's state on this rank."""
     return sum(
         v.numel() * v.element_size()
         for state in optimizer.state.values() if isinstance(state, dict)
-        for v in state.values() if isinstance(v, Tensor) and not isinstance(v, RestingTensor)
+        for v in state.values() if isinstance(v, Tensor)
     )  # fmt: skip
 
 

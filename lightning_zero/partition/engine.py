@@ -68,7 +68,7 @@ class ZeroEngine:
         self.state_form = StateForm.WHOLE
         self._updater = updater
         self._link = None if updater is None else updater.link
-        self._tiers = tiers
+        self.tiers = tiers
         self.closed = False
         self.stop_wanted = False
         """Set at any time, on any rank: ``on_stop`` is then called on all ranks in the same backward."""
@@ -122,7 +122,7 @@ class ZeroEngine:
             for (compute, master, shows_main, _), pairs in alike.items():
                 unit = Unit(
                     len(self.units), group.name or "the module", group.modules, pairs, self._comm, self._pool, self.ledger,
-                    self._access, whole, compute, master, shows_main, self.config.main_device, self._link, self._tiers,
+                    self._access, whole, compute, master, shows_main, self.config.main_device, self._link, self.tiers,
                 )  # fmt: skip
                 self.units.append(unit)
                 self._handles += hooks.hook_readers(unit, group.readers, self)

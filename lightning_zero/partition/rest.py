@@ -7,7 +7,6 @@ that: it stages bytes ahead of their use, brings and puts them away at named poi
 :func:`bytes_of`, which leaves a handle what it is. So the accesses by handle are those of users.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,9 +36,6 @@ class Place(Protocol):
 class Places(Protocol):
     """Who has room."""
 
-    in_memory: bool
-    """Whether it is memory of this machine."""
-
     def place(self, name: str, numel: int, dtype: torch.dtype) -> Place:
         """Room that is called ``name``, as other room may be. Raises OSError if there is none."""
 
@@ -54,12 +50,18 @@ class Tiers:
     """The shards of sharded parameters."""
     memory: Link | HostPool | None = None
     """Host memory for what is on its way to where parameters rest."""
-    closers: tuple[Callable[[], None], ...] = ()
+    files: "Files | None" = None
+    """Those that there are."""
+
+
+class Files(Protocol):
+    """The files in which something rests."""
+
+    nbytes: int
+    """Taken on the disk."""
 
     def close(self) -> None:
-        """Leave nothing behind when the process ends. Bytes stay readable as long as somebody has a place for them."""
-        for close in self.closers:
-            close()
+        """Leave nothing behind. Bytes stay readable as long as somebody has a place for them."""
 
 
 class RestingTensor(handle.Sharded, Tensor):  # type: ignore[misc]

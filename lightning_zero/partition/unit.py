@@ -363,9 +363,8 @@ class Unit:
                 name, self.layout, tensors, self.master, comm, pool, 2 * index, on_access, self.master.dtype,
                 first.device,
             )
-        if rest is None or tiers.parameters.in_memory:  # type: ignore[union-attr]
-            ledger.add("parameters", flat.nbytes if whole else shard.numel() * shard.element_size())
-        if self.master is not None and self._master_rest is None:
+        ledger.add("parameters", flat.nbytes if whole else shard.numel() * shard.element_size())
+        if self.master is not None:
             ledger.add("master", self.master.numel() * self.master.element_size())
         self.buffer.state = State.UNSHARDED
         if whole:

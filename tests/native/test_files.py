@@ -3,7 +3,6 @@
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch

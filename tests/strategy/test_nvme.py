@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero.estimate import KINDS, estimate_engine
 from lightning_zero.offload import streamed
 from tests.harness import make_trainer, run
 from tests.parity import TINY_UNIT_MB, RandomData, rank, trained
@@ -285,3 +286,35 @@ def test_distance_changes_nothing() -> None:
         assert len(found) == len(cases)
         for case, wrong in found:
             assert wrong == [], case
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Measures(pl.Callback):
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.stats = trainer.strategy.memory_stats()
+        self.predicted = estimate_engine(trainer.strategy.engine, trainer.world_size, str(trainer.precision))
+
+
+def measured(cases: list[tuple[OffloadConfig, str]]) -> list[tuple[dict[str, int], dict[str, int], tuple, int, int]]:
+    found = []
+    for offload, precision in cases:
+        measures = Measures()
+        kwargs: dict[str, Any] = {"data": (8, 6), "callbacks": [measures], "precision": precision}
+        trained(partial(Net, "cpu_adam"), 3, strategy_kwargs={"offload": offload}, **kwargs)
+        now, predicted = measures.stats["now"], measures.predicted
+        expected = {kind: getattr(predicted, kind) for kind in KINDS if kind != "optimizer"}
+        files = sum(now.get(kind, 0) for kind in predicted.on_nvme if kind != "optimizer")
+        found.append(({kind: now.get(kind, 0) for kind in expected}, expected, predicted.on_nvme, files, measures.stats["nvme"]))
+    return found
+
+
+def test_memory_is_told_wherever_it_rests() -> None:
+    cases = [(IN_FILES, "32-true"), (IN_FILES, "bf16-mixed"), (ALL_IN_FILES, "bf16-mixed"), (PAIRS[2], "bf16-mixed")]
+    places = [("master", "optimizer"), ("master", "optimizer"), ("parameters", "master", "optimizer"), ("parameters",)]
+    for found in run(2, measured, cases):
+        for (now, expected, on_nvme, files, taken), place in zip(found, places, strict=True):
+            assert now == expected
+            assert on_nvme == place
+            assert taken >= files
