@@ -39,10 +39,9 @@ def differences(cases: list[tuple[Any, int, OffloadConfig, dict[str, Any]]]) -> 
     found = []
     for factory, stage, offload, kwargs in cases:
         kwargs = {"data": (24, 6), **kwargs}
-        units = kwargs.pop("unit_size_mb", TINY_UNIT_MB)
+        more = {"unit_size_mb": TINY_UNIT_MB, **kwargs.pop("strategy", {})}
         memory, files = (
-            trained(factory, stage, strategy_kwargs={"offload": one, "unit_size_mb": units}, **kwargs)
-            for one in (True, offload)
+            trained(factory, stage, strategy_kwargs={"offload": one, **more}, **kwargs) for one in (True, offload)
         )
         wrong = [name for name, value in memory.weights.items() if not torch.equal(value, files.weights[name])]
         wrong += ["losses"] * (memory.losses != files.losses) + ["not plain"] * (not files.plain) + own_files()
@@ -91,7 +90,7 @@ def in_chunks(cases: list[Any]) -> list[Any]:
 def test_units_of_many_chunks(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ZERO_ISA", isa)
     cases = [(1, {}), (3, {}), (2, {"precision": "bf16-mixed"}), (3, {"precision": "bf16-true"})]
-    cases = [(Wide, stage, IN_FILES, {"unit_size_mb": 1.0, **kwargs}) for stage, kwargs in cases]  # type: ignore[misc]
+    cases = [(Wide, stage, IN_FILES, {"strategy": {"unit_size_mb": 1.0}, **kwargs}) for stage, kwargs in cases]  # type: ignore[misc]
     for found in run(2, in_chunks, cases):
         for case, wrong in found:
             assert wrong == [], case
@@ -128,6 +127,13 @@ def test_parameters_in_files() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_pair_of_tiers(world: int) -> None:
     check(world, [(net("adamw_fused"), 3, pair, {"precision": "bf16-mixed"}) for pair in PAIRS])
+
+
+def test_parameters_in_files_with_late_and_early_updates() -> None:
+    early = OffloadConfig(parameters="nvme", nvme_path=FILES, early_update=True)
+    late = {"strategy": {"delayed_update": 2}}
+    cases = [(PAIRS[2], late), (early, {}), (PAIRS[2], {**late, "precision": "bf16-true"}), (early, {"precision": "bf16-mixed"})]
+    check(2, [(net("cpu_adam"), 3, offload, kwargs) for offload, kwargs in cases])
 
 
 class Overflowing(Net):
