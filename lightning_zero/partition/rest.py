@@ -95,12 +95,13 @@ class Rested:
         self._last: Transfer | None = None
         """What reads the place, perhaps still."""
         self._version: int | None = None
-        """While the tensor is here: the version it came with."""
+        """While the tensor is here: the version it came with, or one that it never has."""
         self._compares = compares
         self._nowhere = handle.placeholder(place.dtype, device).expand(place.numel)
         if values is not None:
             place.write(values.to("cpu")).synchronize()
-        self.tensor = Tensor._make_subclass(Tensor, self._nowhere)
+        # Not made of the placeholder, with which it would share its version.
+        self.tensor = Tensor._make_subclass(Tensor, torch.empty(0, dtype=place.dtype, device=device))
         handle.adopt(self.tensor, self)
         self._leave()
 
@@ -138,6 +139,12 @@ class Rested:
             self.tensor.data = bytes_here
             self._version = self.tensor._version
         return self.tensor
+
+    def bring_to_write(self) -> Tensor:
+        """The same for somebody who writes through tensors with versions of their own."""
+        tensor = self.bring()
+        self._version = -1
+        return tensor
 
     def read(self) -> Tensor:
         """The bytes, to look at: those of the tensor if it is here, else a copy of what the place has."""

@@ -407,7 +407,7 @@ class Unit:
     def hold_main(self) -> None:
         """Bring the main shard, if it rests elsewhere, for the optimizer to work on until :meth:`put_away`."""
         if self.main_rest is not None:
-            self._point_shards(self.main_rest.bring())
+            self._point_shards(self.main_rest.bring_to_write())
 
     def put_away(self) -> None:
         """Let what was brought rest again, with the changes."""
