@@ -89,7 +89,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_shard_group_size(plan)
     plan.add_argument("--device-memory", metavar="SIZE", help="of one device, as 80GB (default: this machine's)")
     plan.add_argument("--host-memory", metavar="SIZE", help="of one node, as 512GB (default: this machine's)")
-    plan.add_argument("--nvme", default="0", metavar="SIZE", help="space on one node's NVMe, which nothing uses yet")
+    plan.add_argument("--nvme", default="0", metavar="SIZE", help="space on one node's NVMe for files (default: 0, none)")
     plan.add_argument(
         "--activations", metavar="SIZE",
         help="on each device for all but model states and buffers (default: a fifth of the device is kept free)",

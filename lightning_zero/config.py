@@ -12,14 +12,16 @@ DEFAULT_UNIT_SIZE_MB = 32.0
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What waits in host memory instead of on the device (ZeRO-Offload, ATC 21)."""
+    """What waits in host memory or in files instead of on the device (ZeRO-Offload, ATC 21; ZeRO-Infinity, SC 21)."""
 
-    optimizer: Literal["cpu"] = "cpu"
-    """Master weights, optimizer state and the step itself."""
-    parameters: None = None
-    """Parameter shards; not implemented yet."""
+    optimizer: Literal["cpu", "nvme"] = "cpu"
+    """Where master weights and optimizer state rest. The step itself runs on the host either way; from ``"nvme"`` they
+    stream through it, 48 MiB at a time with Adam."""
+    parameters: Literal["cpu", "nvme"] | None = None
+    """Where the shards of stage 3's parameters rest, instead of on the device. ``"cpu"`` changes nothing on a CPU."""
     nvme_path: str | None = None
-    """Folder for the NVMe tier; not implemented yet."""
+    """Folder for what is ``"nvme"``: on a local disk, the faster the better. Each rank makes a folder of its own in it,
+    which is gone when the run ends."""
     num_threads: int | None = None
     """Threads of each rank's step; ``None`` shares the host's cores among its ranks."""
     early_update: bool = False
@@ -29,14 +31,28 @@ class OffloadConfig:
     """Page-lock the host memory that copies go through; ``None`` where there is a device that can use it."""
 
     def __post_init__(self) -> None:
-        if self.optimizer == "nvme" or self.parameters is not None or self.nvme_path is not None:
-            raise NotImplementedError(
-                "OffloadConfig knows optimizer='cpu' only so far: parameters, 'nvme' and nvme_path are not implemented yet."
+        if self.optimizer not in ("cpu", "nvme"):
+            raise ValueError(f"OffloadConfig.optimizer must be 'cpu' or 'nvme', got {self.optimizer!r}")
+        if self.parameters not in (None, "cpu", "nvme"):
+            raise ValueError(f"OffloadConfig.parameters must be None, 'cpu' or 'nvme', got {self.parameters!r}")
+        if self.uses_nvme and not self.nvme_path:
+            raise ValueError("OffloadConfig with 'nvme' needs nvme_path, a folder on a local disk.")
+        if self.nvme_path is not None and not self.uses_nvme:
+            raise ValueError(
+                f"OffloadConfig(nvme_path={self.nvme_path!r}) has nothing to put there: set optimizer='nvme' or"
+                " parameters='nvme'."
             )
-        if self.optimizer != "cpu":
-            raise ValueError(f"OffloadConfig.optimizer must be 'cpu', got {self.optimizer!r}")
+        if self.optimizer == "nvme" and self.early_update:
+            raise ValueError(
+                "OffloadConfig(optimizer='nvme', early_update=True): to take an early update back, its old masters and state"
+                " would have to stay in the memory that files are to save. Leave early_update out."
+            )
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"OffloadConfig.num_threads must be at least 1, got {self.num_threads}")
+
+    @property
+    def uses_nvme(self) -> bool:
+        return "nvme" in (self.optimizer, self.parameters)
 
 
 DELAYED_UPDATE_WARM_UP = 40
@@ -154,11 +170,25 @@ def first_delayed_step(delayed_update: bool | int, offload: OffloadConfig | None
         return None
     if offload is None:
         raise ValueError(f"delayed_update={delayed_update!r} needs offload=True: it is the step on the host that is delayed")
+    if offload.optimizer == "nvme":
+        raise ValueError(
+            f"delayed_update={delayed_update!r} does not go with OffloadConfig(optimizer='nvme'): new weights wait for the end"
+            " of a step, in memory or by a second reading of every master, which is what streaming is to save."
+        )
     if delayed_update is True:
         return DELAYED_UPDATE_WARM_UP
     if not isinstance(delayed_update, int) or delayed_update < 0:
         raise ValueError(f"delayed_update must be a bool or the first delayed step (an int >= 0), got {delayed_update!r}")
     return delayed_update
+
+
+def check_tiers(offload: OffloadConfig | None, stage: Any) -> None:
+    """Refuse tiers of parameters where they are not sharded."""
+    if offload is not None and offload.parameters is not None and stage != 3:
+        raise ValueError(
+            f"OffloadConfig(parameters={offload.parameters!r}) needs stage=3, got stage={stage!r}: at stages 1 and 2 every rank"
+            " computes with whole parameters that stay on its device."
+        )
 
 
 def checked_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:

@@ -205,7 +205,8 @@ def _look_at_disk(report: Report, path: Path) -> None:
     )
     if not speed.direct:
         report.notes.append(f"the file system of {path} has no direct access: its reads may have come from memory")
-    report.notes.append("optimizer state on NVMe is not implemented yet; the speed is for planning")
+    # See docs/nvme.md: 12 bytes per parameter and rank in each direction.
+    report.lines.append(("", f"a step of 1B parameters in files takes {12e9 / speed.read + 12e9 / speed.write:.1f} s on one rank"))
 
 
 def _bar(blocks: Iterable[int], what: str) -> Iterable[int]:

@@ -13,7 +13,14 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, RESIDENCE, ParameterDtypes, checked_unit_bytes
+from lightning_zero.config import (
+    DEFAULT_UNIT_SIZE_MB,
+    RESIDENCE,
+    OffloadConfig,
+    ParameterDtypes,
+    check_tiers,
+    checked_unit_bytes,
+)
 from lightning_zero.partition.elementwise import states_per_element
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import Group, group_parameters, largest_automatic_unit
@@ -91,6 +98,8 @@ class MemoryEstimate:
     """About the most that the flat buffers take in which units are unsharded and gradients collected."""
     on_host: tuple[str, ...] = ()
     """The kinds that rest in host memory."""
+    on_nvme: tuple[str, ...] = ()
+    """The kinds that rest in files."""
 
     @property
     def total(self) -> int:
@@ -103,9 +112,14 @@ class MemoryEstimate:
         return sum(getattr(self, kind) for kind in self.on_host)
 
     @property
+    def nvme(self) -> int:
+        """Model states in files."""
+        return sum(getattr(self, kind) for kind in self.on_nvme)
+
+    @property
     def device(self) -> int:
         """Model states on the device."""
-        return self.total - self.host
+        return self.total - self.host - self.nvme
 
     def __str__(self) -> str:
         name = "plain data parallelism" if self.stage == 0 else f"ZeRO stage {self.stage}"
@@ -114,10 +128,10 @@ class MemoryEstimate:
         lines = [f"{name}, {ranks}, {count} parameters, {self.precision}: {self.formula} bytes"]
         for kind in KINDS:
             if getattr(self, kind):
-                where = "  (host)" if kind in self.on_host else ""
+                where = "  (host)" if kind in self.on_host else "  (files)" if kind in self.on_nvme else ""
                 lines.append(f"  {kind:<15}{short_bytes(getattr(self, kind)):>10}{where}")
         lines.append(f"  {'model states':<15}{short_bytes(self.total):>10}")
-        if self.on_host:
+        if self.on_host or self.on_nvme:
             lines.append(f"  {'on the device':<15}{short_bytes(self.device):>10}")
         if self.buffers:
             lines.append(f"  {'buffers':<15}{short_bytes(self.buffers):>10}  at their peak")
@@ -128,7 +142,7 @@ def estimate_memory(
     model_or_num_parameters: nn.Module | int | float,
     world_size: int,
     stage: int,
-    offload: bool = False,
+    offload: bool | OffloadConfig = False,
     precision: str = "32-true",
     optimizer_multiplier: float = 2.0,
     largest_unit: int | None = None,
@@ -163,7 +177,8 @@ def estimate_memory(
             A module is cut into the units that training would make, so padding and frozen parameters are accounted for.
         world_size: Ranks.
         stage: 1, 2 or 3 as for ZeroStrategy; 0 is plain data parallelism.
-        offload: Keep master weights, optimizer state and reduced gradients in host memory.
+        offload: As for ZeroStrategy: True keeps master weights, optimizer state and reduced gradients in host memory, an
+            OffloadConfig says what is in files instead, and where parameters are.
         precision: As for the Trainer. With "mixed" a number of parameters is counted as if autocast used all of them in
             16 bits, of a module those are that it does. Stage 0 is what Lightning's own plugin makes of it: fp32 with
             "mixed", 16 bits without masters with "true".
@@ -180,16 +195,19 @@ def estimate_memory(
     topology = make_topology(0, world_size, shard_group_size if stage else None)
     sizes = (SIZES if stage else PLAIN_SIZES)[precision]
     unit_bytes = checked_unit_bytes(unit_size_mb)
-    if offload and not stage:
+    tiers = OffloadConfig() if offload is True else offload or None
+    check_tiers(tiers, stage)
+    if tiers is not None and not stage:
         raise ValueError("offload=True needs stage 1, 2 or 3: plain data parallelism keeps everything on the device")
-    if offload:
-        # What the device computes with stays there; the master is a second copy, of fp32 parameters too.
+    # What a device computes with stays there; the master is a second copy, of fp32 parameters too.
+    second = tiers is not None and (backend == "nccl" or tiers.optimizer == "cpu")
+    if second:
         sizes = ItemSizes(sizes.parameters, sizes.gradients, max(4, sizes.optimizer), sizes.optimizer)
     if not isinstance(model_or_num_parameters, nn.Module):
         parts = _parts_of_count(model_or_num_parameters, sizes, unit_bytes)
     elif stage:
         groups = group_parameters(model_or_num_parameters, unit_bytes, unit_policy)
-        parts = _parts_of_groups(groups, model_or_num_parameters, topology.num_shards, precision, offload)
+        parts = _parts_of_groups(groups, model_or_num_parameters, topology.num_shards, precision, second)
     else:
         parts = _plain_parts(model_or_num_parameters, precision)
     if not parts:
@@ -202,8 +220,8 @@ def estimate_memory(
         buffers = _buffers(parts, traffic)
     else:
         buffers = traffic.under_way(FlatPart(largest_unit, largest_unit, sizes))
-    on_host = _on_host(stage) if offload else ()
-    return _estimate(parts, topology, stage, precision, optimizer_multiplier, buffers, on_host)
+    on_host, on_nvme = ((), ()) if tiers is None else _places(stage, tiers.optimizer == "nvme", tiers.parameters)
+    return _estimate(parts, topology, stage, precision, optimizer_multiplier, buffers, on_host, on_nvme)
 
 
 def estimate_engine(
@@ -220,11 +238,17 @@ def estimate_engine(
     parts = [_part_of_unit(engine, unit, plain=stage == 0) for unit in engine.units]
     received = engine.received_share if stage else 0.0
     buffers = _buffers(parts, _Traffic(stage, engine.config.prefetch, received))
-    host = engine.config.main_device
-    offloaded = stage > 0 and host is not None and host.type != engine.units[0].buffer.shard.device.type
+    host, tiers = engine.config.main_device, engine.tiers
+    crosses = host is not None and host.type != engine.units[0].buffer.shard.device.type
+    on_host: tuple[str, ...] = ()
+    on_nvme: tuple[str, ...] = ()
+    if stage and (crosses or tiers is not None):
+        in_files = tiers is not None and tiers.main is not None
+        rests = None if stage < 3 or tiers is None or tiers.parameters is None else "cpu" if tiers.files is None else "nvme"
+        on_host, on_nvme = _places(stage, in_files, rests)
     states = optimizer_states(engine.optimizers)
     topology = make_topology(0, world_size, engine.units[0].layout.num_shards)
-    return _estimate(parts, topology, stage, precision, states, buffers, _on_host(stage) if offloaded else ())
+    return _estimate(parts, topology, stage, precision, states, buffers, on_host if crosses else (), on_nvme)
 
 
 def estimate_plain(
@@ -398,6 +422,15 @@ def _on_host(stage: int) -> tuple[str, ...]:
     return ("master", "optimizer") if RESIDENCE[stage].whole_gradients else ("gradients", "master", "optimizer")
 
 
+def _places(stage: int, in_files: bool, parameters: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The kinds in host memory, and those in files."""
+    on_nvme = ("master", "optimizer") if in_files else ()
+    on_host = tuple(kind for kind in _on_host(stage) if kind not in on_nvme)
+    if parameters == "cpu":
+        on_host = ("parameters", *on_host)
+    return on_host, ("parameters", *on_nvme) if parameters == "nvme" else on_nvme
+
+
 def _sharded_kinds(stage: int) -> set[str]:
     if stage == 0:
         return set()
@@ -439,6 +472,7 @@ def _estimate(
     states: float,
     buffers: int,
     on_host: tuple[str, ...] = (),
+    on_nvme: tuple[str, ...] = (),
 ) -> MemoryEstimate:
     sharded = _sharded_kinds(stage)
     held = dict.fromkeys(KINDS, 0.0)
@@ -459,4 +493,5 @@ def _estimate(
         **{kind: round(nbytes) for kind, nbytes in held.items()},
         buffers=buffers,
         on_host=on_host,
+        on_nvme=on_nvme,
     )

@@ -1,17 +1,18 @@
 """Which configuration to train with: the cheapest that fits, why cheaper ones do not, and the YAML to paste.
 
 [Note: what is cheap]
-Configurations are compared by the bytes that a rank sends to other ranks in a step, then by those that cross between
-device and host, then by stage (lower ones reduce less often when gradients are accumulated). Stages 1 and 2 send what
-plain data parallelism sends, stage 3 half as much again; offload moves gradients down and parameters up. In shard groups
-parameters and gradients travel inside a group, and only gradient shards, there and back, across groups.
+Configurations are compared by the bytes that files take and give in a step (disks are that much slower), then by those
+that a rank sends to other ranks, then by those that cross between device and host, then by stage (lower ones reduce less
+often when gradients are accumulated). Stages 1 and 2 send what plain data parallelism sends, stage 3 half as much again;
+offload moves gradients down and parameters up. In shard groups parameters and gradients travel inside a group, and only
+gradient shards, there and back, across groups.
 """
 
 import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_zero.comm import Comm
-from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, EngineConfig
+from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, EngineConfig, OffloadConfig
 from lightning_zero.estimate import (
     MemoryEstimate,
     checked_precision,
@@ -35,6 +36,23 @@ from lightning_zero.tables import ByteUnit, new_table, render
 RESERVE = 0.2
 """Share of a memory that is kept for activations, temporary tensors and the runtime where nobody says how much they
 need."""
+
+
+_PATH = "FOLDER"
+_TIERS = (
+    None,
+    OffloadConfig(),
+    OffloadConfig(parameters="cpu"),
+    OffloadConfig("nvme", None, _PATH),
+    OffloadConfig("nvme", "nvme", _PATH),
+)
+_TIER_NAMES: dict[Any, str] = {
+    None: "",
+    ("cpu", None): " + offload",
+    ("cpu", "cpu"): " + all offload",
+    ("nvme", None): " + nvme",
+    ("nvme", "nvme"): " + all nvme",
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +80,11 @@ class Option:
     """One configuration."""
 
     stage: int
-    offload: bool
+    tiers: OffloadConfig | None
+    """What ``offload`` is to be."""
     estimate: MemoryEstimate
+    disk: float
+    """Bytes that a rank reads and writes in files in a step."""
     sent: float
     """Bytes that a rank sends in a step."""
     moved: float
@@ -77,12 +98,23 @@ class Option:
 
     @property
     def name(self) -> str:
-        return f"stage {self.stage}" + (" + offload" if self.offload else "")
+        return f"stage {self.stage}" + _TIER_NAMES[None if self.tiers is None else (self.tiers.optimizer, self.tiers.parameters)]
 
     @property
-    def cost(self) -> tuple[float, float, int]:
+    def offload(self) -> bool:
+        """Whether the step runs on the host."""
+        return self.tiers is not None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What to set in an OffloadConfig, which is not its default."""
+        given = self.tiers or OffloadConfig()
+        return {field.name: value for field in fields(given) if (value := getattr(given, field.name)) != field.default}
+
+    @property
+    def cost(self) -> tuple[float, float, float, int]:
         """See [Note: what is cheap]."""
-        return self.sent, self.moved, self.stage
+        return self.disk, self.sent, self.moved, self.stage
 
 
 @dataclass(frozen=True)
@@ -106,7 +138,8 @@ class Plan:
         if self.chosen is None:
             raise RuntimeError(f"No configuration fits.\n{self}")
         groups = self.machine.shard_group_size
-        offload = {"offload": True} if self.chosen.offload else {}
+        tiers = self.chosen.tiers
+        offload = {} if tiers is None else {"offload": tiers if self.chosen.settings else True}
         return {"stage": self.chosen.stage, **offload, **({} if groups is None else {"shard_group_size": groups})}
 
     @property
@@ -120,7 +153,11 @@ class Plan:
         }
         lines = ["trainer:", *(f"  {name}: {value}" for name, value in trainer.items())]
         lines += ["  strategy:", "    class_path: lightning_zero.ZeroStrategy", "    init_args:"]
-        lines += [f"      {name}: {str(value).lower()}" for name, value in self.init_args.items()]
+        for name, value in self.init_args.items():
+            if isinstance(value, OffloadConfig):
+                lines += [f"      {name}:", *(f"        {key}: {given}" for key, given in self.chosen.settings.items())]  # type: ignore[union-attr]
+            else:
+                lines.append(f"      {name}: {str(value).lower()}")
         return "\n".join(lines)
 
     @property
@@ -166,21 +203,16 @@ class Plan:
         ]
 
     def _missing(self) -> list[str]:
-        """What would help, were it implemented."""
-        last = max(self.options, key=lambda option: (option.stage, option.offload)).estimate
+        """What would help."""
         machine = self.machine
         lines = ["Nothing fits. More ranks, a smaller model or fewer bits would help."]
-        if not machine.on_cpu:
+        if not machine.nvme_bytes:
+            last = max(self.options, key=lambda option: (option.stage, option.offload)).estimate
+            states = (last.master + last.optimizer) * machine.ranks_per_node
             lines.append(
-                f"Parameters that rest in host memory (OffloadConfig(parameters=...)) would take {short_bytes(last.parameters)}"
-                " off each device, but are not implemented yet."
+                f"Optimizer state and masters in files (OffloadConfig(optimizer='nvme')) would take {short_bytes(states)} off"
+                " each node and need as much space there: say how much NVMe there is."
             )
-        states = (last.master + last.optimizer) * machine.ranks_per_node
-        room = f" (this plan has {short_bytes(machine.nvme_bytes)})" if machine.nvme_bytes else ""
-        lines.append(
-            f"Optimizer state and masters on NVMe would take {short_bytes(states)} off each node and need as much space"
-            f" there{room}, but are not implemented yet."
-        )
         return lines
 
 
@@ -214,7 +246,7 @@ def make_plan(
         num_nodes: Machines that the ranks are spread over, as many on each.
         device_memory: Bytes of one device, or a text such as "80GB"; None is this machine's.
         host_memory: Bytes of one node; None is this machine's.
-        nvme_space: Bytes of one node's NVMe. Nothing uses it yet; it is named where it would help.
+        nvme_space: Bytes of one node's NVMe that files may take; 0 for no files.
         precision: As for the Trainer.
         optimizer_multiplier: Numbers of state per parameter, as for ``estimate_memory``.
         activations: Bytes on each device for everything beside model states and buffers; None keeps a fifth of it free.
@@ -232,7 +264,8 @@ def make_plan(
     machine = replace(machine, shard_group_size=shard_group_size)
     kept = None if activations is None else parse_bytes(activations)
     settings = {"unit_size_mb": unit_size_mb, "unit_policy": unit_policy, "prefetch": prefetch}
-    return compare(model_or_num_parameters, machine, precision, optimizer_multiplier, kept, **settings)
+    tiers = _TIERS if machine.nvme_bytes else _TIERS[:3]
+    return compare(model_or_num_parameters, machine, precision, optimizer_multiplier, kept, tiers, **settings)
 
 
 def compare(
@@ -241,20 +274,25 @@ def compare(
     precision: str,
     optimizer_multiplier: float,
     activations: float | None = None,
-    offload: Sequence[bool] = (False, True),
+    offload: Sequence[OffloadConfig | None] = (None, OffloadConfig()),
     **settings: Any,
 ) -> Plan:
-    """Go through the configurations for ``machine``. ``settings`` are further arguments of ``estimate_memory``."""
+    """Go through the configurations for ``machine``, each with one of ``offload``. ``settings`` are further arguments of ``estimate_memory``."""
     precision = checked_precision(precision)
     at_setup = _bytes_at_setup(model_or_num_parameters, precision)
     options = []
-    stages = (1,) if machine.world_size == 1 else (1, 2, 3)
-    for stage, on_host in product(stages, (False,) if machine.on_cpu else offload):
+    if machine.on_cpu:
+        # There is nowhere to go but to files.
+        offload = list(dict.fromkeys(tiers if tiers and tiers.uses_nvme else None for tiers in offload))
+    for stage, tiers in product((1, 2, 3), offload):
+        sharded = tiers is not None and tiers.parameters is not None
+        if (sharded and stage < 3) or (machine.world_size == 1 and stage > 1 and not sharded):
+            continue
         estimate = estimate_memory(
-            model_or_num_parameters, machine.world_size, stage, on_host, precision, optimizer_multiplier,
+            model_or_num_parameters, machine.world_size, stage, tiers or False, precision, optimizer_multiplier,
             backend="gloo" if machine.on_cpu else "nccl", shard_group_size=machine.shard_group_size, **settings,
         )  # fmt: skip
-        options.append(_option(estimate, on_host, machine, activations))
+        options.append(_option(estimate, tiers, machine, activations))
     return Plan(machine, tuple(sorted(options, key=lambda option: option.cost)), precision, at_setup)
 
 
@@ -264,7 +302,7 @@ def choose(
     device: torch.device,
     precision: str,
     optimizer_multiplier: float,
-    offload: Sequence[bool],
+    offload: Sequence[OffloadConfig | None],
     config: EngineConfig,
 ) -> Option:
     """What a run that begins is to use, from what all its ranks see; says so. A collective.
@@ -347,7 +385,7 @@ def machine_of(comm: Comm, device: torch.device, module: nn.Module) -> Machine:
     nodes = len(set(hosts)) if comm.world_size % len(set(hosts)) == 0 else 1
     device_memory = host / most if on_cpu else min(on_devices)
     groups = None if comm.topology.replicas == 1 else comm.num_shards
-    return Machine(comm.world_size, nodes, device_memory, host, 0.0, on_cpu, groups)
+    return Machine(comm.world_size, nodes, device_memory, host, float("inf"), on_cpu, groups)
 
 
 def _machine(
@@ -377,28 +415,39 @@ def _bytes_at_setup(model_or_num_parameters: nn.Module | int | float, precision:
     return model_or_num_parameters * (8 if precision == "64-true" else 4)
 
 
-def _option(estimate: MemoryEstimate, offload: bool, machine: Machine, activations: float | None) -> Option:
+def _option(
+    estimate: MemoryEstimate, tiers: OffloadConfig | None, machine: Machine, activations: float | None
+) -> Option:
     shards, replicas = estimate.num_shards, machine.world_size // estimate.num_shards
     compute = estimate.parameters * (shards if estimate.stage == 3 else 1)
     inside, across = (shards - 1) / shards, 2 * (replicas - 1) / replicas / shards
-    device = estimate.device + estimate.buffers
+    device = estimate.device + estimate.buffers + (estimate.host if machine.on_cpu else 0)
     # At stage 1 the reduced gradients are on the host as well, beside the whole ones on the device.
-    reduced = estimate.gradients / shards if offload and "gradients" not in estimate.on_host else 0
+    reduced = estimate.gradients / shards if tiers and "gradients" not in estimate.on_host else 0
+    if tiers is not None and tiers.parameters is not None and not machine.on_cpu:
+        moved = 4 * compute / shards  # shards come in forward and in backward
+    else:
+        moved = 2 * compute / shards if tiers else 0.0
+    # Shards of parameters are read twice and written once, all else once each.
+    disk = 2 * estimate.nvme + (estimate.parameters if "parameters" in estimate.on_nvme else 0)
     on_host = estimate.host + reduced
     on_node = (device if machine.on_cpu else on_host) * machine.ranks_per_node
     return Option(
         estimate.stage,
-        offload,
+        tiers,
         estimate,
+        disk,
         sent=((3 if estimate.stage == 3 else 2) * inside + across) * compute,
-        moved=2 * compute / shards if offload else 0.0,
+        moved=moved,
         device=device,
         host=on_node,
-        obstacles=tuple(_obstacles(device, on_node, machine, activations)),
+        obstacles=tuple(_obstacles(device, on_node, estimate.nvme, machine, activations)),
     )
 
 
-def _obstacles(device: float, on_node: float, machine: Machine, activations: float | None) -> Iterable[str]:
+def _obstacles(
+    device: float, on_node: float, in_files: float, machine: Machine, activations: float | None
+) -> Iterable[str]:
     room = machine.device_bytes
     kept = RESERVE * room if activations is None else activations
     owner = "a rank's share of a node" if machine.on_cpu else "a device"
@@ -406,6 +455,9 @@ def _obstacles(device: float, on_node: float, machine: Machine, activations: flo
         yield _too_much(device, kept, room, owner)
     if not machine.on_cpu and on_node > (1 - RESERVE) * machine.host_bytes:
         yield _too_much(on_node, RESERVE * machine.host_bytes, machine.host_bytes, "a node")
+    in_files *= machine.ranks_per_node
+    if in_files > machine.nvme_bytes:
+        yield f"its files take {short_bytes(in_files)} of the {short_bytes(machine.nvme_bytes)} of a node's NVMe"
 
 
 def _too_much(needed: float, kept: float, room: float, owner: str) -> str:

@@ -33,6 +33,7 @@ from lightning_zero.config import (
     DEFAULT_UNIT_SIZE_MB,
     EngineConfig,
     OffloadConfig,
+    check_tiers,
     checked_reduce_dtype,
     checked_unit_bytes,
     checked_unit_policy,
@@ -42,9 +43,14 @@ from lightning_zero.deferred import Deferred, is_on_meta, rest_to_device
 from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
 from lightning_zero.model_parallel import JoinsGroups, check_replicated, checked_model_parallel
+from lightning_zero.offload.store import Store
+from lightning_zero.offload.streamed import StreamedUpdate
+from lightning_zero.offload.tiers import make_tiers, uses_files
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
+from lightning_zero.partition.optimizer import Updater
+from lightning_zero.partition.rest import Tiers
 from lightning_zero.plugins import TakesPlugins
 from lightning_zero.progress import LateBar
 from lightning_zero.saving import SavesShards
@@ -157,6 +163,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         if process_group_backend is not None:
             check_backend(process_group_backend)
         self.offload = OffloadConfig() if offload is True else offload or None
+        check_tiers(self.offload, stage)
         self._chooses = stage == "auto"
         self._given_offload = self.offload
         self.delayed_from = first_delayed_step(delayed_update, self.offload)
@@ -166,6 +173,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             raise TypeError(f"activation_offload must be True or False, got {activation_offload!r}")
         self.activation_offload = activation_offload
         self.engine: ZeroEngine | None = None
+        self._tiers: Tiers | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._comm: Comm | None = None
         self._comm_group: Any = None
@@ -209,13 +217,14 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             self.setup_optimizers(trainer)
         if fitting and self._chooses:
             self._choose(comm, str(trainer.precision))
-        self._setup_engine(comm, fitting, self.optimizers if optimizers_first else [])
+        decides_alone = optimizers_first and not comm.is_shared
+        self._setup_engine(comm, fitting, self.optimizers if decides_alone else [])
         self._deferred.finish(self.model)
         self._uneven = UnevenBatches(trainer, comm, self.engine)
         if fitting and not optimizers_first:
             self.setup_optimizers(trainer)
-            if self.engine is not None:
-                self.engine.bind(self.optimizers)
+        if fitting and not decides_alone and self.engine is not None:
+            self.engine.bind(self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -266,13 +275,13 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
 
     def _choose(self, comm: Comm, precision: str) -> None:
         """For ``stage="auto"``: the same choice on every rank."""
-        offload = (False, True) if self._given_offload is None else (True,)
+        offload = (None, OffloadConfig()) if self._given_offload is None else (self._given_offload,)
         module = self._trainer.lightning_module
         chosen = planner.choose(
             module, comm, self.root_device, precision, optimizer_states(self.optimizers), offload, self.config
         )
         self.config = replace(self.config, stage=chosen.stage)
-        self.offload = self._given_offload or (OffloadConfig() if chosen.offload else None)
+        self.offload = self._given_offload or chosen.tiers
 
     def _setup_engine(self, comm: Comm, fitting: bool, optimizers: list[Optimizer]) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
@@ -280,16 +289,12 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             raise RuntimeError("ZeroStrategy.setup was called without a LightningModule")
         self.engine = None
         if self._shards(fitting):
-            link = self._make_link() if fitting and (self.offload is not None or self.activation_offload) else None
-            updater = self._make_updater(link) if fitting else None
-            config = self._engine_config(module, updater)
+            rests = self.offload is not None and self.offload.parameters is not None
+            link = self._make_link() if rests or (fitting and (self.offload is not None or self.activation_offload)) else None
             plugin.convert_buffers(module)
             rest_to_device(module, comm)
             keeper = self._make_keeper(link, fitting)
-            with LateBar("sharding the module", self._shows_progress) as progress:
-                self.engine = ZeroEngine(
-                    module, comm, config, optimizers, updater, keeper, self._deferred.source, progress
-                )  # fmt: skip
+            self.engine = self._make_engine(module, comm, link, keeper, fitting, optimizers)
             if not self.engine.units:
                 self.model = plugin.convert_module(module)
         if self.engine is None or not self.engine.units:
@@ -307,11 +312,26 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         plugin.engine = self.engine
         self._syncs_buffers = self._buffers_due = fitting and comm.world_size > 1
 
-    def _engine_config(self, module: "pl.LightningModule", updater: HostUpdate | None) -> EngineConfig:
+    def _make_engine(
+        self, module: "pl.LightningModule", comm: Comm, link: Link | None, keeper: ActivationStore | None, fitting: bool,
+        optimizers: list[Optimizer],
+    ) -> ZeroEngine:  # fmt: skip
+        uses = uses_files(self.offload, fitting)
+        with comm.failing_together("make its files") if uses else nullcontext():
+            self._tiers = make_tiers(self.offload, comm.rank, link, fitting)
+        updater = self._make_updater(link) if fitting else None
+        config = self._engine_config(module, updater)
+        with LateBar("sharding the module", self._shows_progress) as progress:
+            return ZeroEngine(
+                module, comm, config, optimizers, updater, keeper, self._deferred.source, progress, self._tiers
+            )  # fmt: skip
+
+    def _engine_config(self, module: "pl.LightningModule", updater: Updater | None) -> EngineConfig:
         host = torch.device("cpu")
         on_host = updater is not None and updater.link is not None
-        # Updates that run beside steps need weights of their own.
+        # Updates that run beside steps need weights of their own, and so do those of weights that rest elsewhere.
         beside = self.delayed_from is not None or (updater is not None and updater.is_early)
+        beside |= self._tiers is not None and self._tiers.main is None
         return replace(
             self.config,
             dtypes=replace(self.precision_plugin.parameter_dtypes(module), separate_main=on_host or beside),
@@ -319,11 +339,15 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             wide_sums=self.precision_plugin.wide_sums(self._trainer),
         )
 
-    def _make_updater(self, link: Link | None) -> HostUpdate | None:
+    def _make_updater(self, link: Link | None) -> Updater | None:
         if self.offload is None:
             return None
+        if self.offload.parameters == "cpu" and link is None:
+            rank_zero_info("OffloadConfig(parameters='cpu') does nothing on a CPU: parameters are in host memory.")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = self.offload.num_threads or default_threads(self.num_processes, cores)
+        if self._tiers is not None and isinstance(self._tiers.main, Store):
+            return StreamedUpdate(self._tiers.main, threads, link)
         return HostUpdate(self._delays, threads, link, self.offload.early_update)
 
     def _make_link(self) -> Link | None:
@@ -436,17 +460,19 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
     plan = staticmethod(planner.make_plan)
 
     def memory_stats(self) -> dict[str, Any]:
-        """Model-state bytes on this rank: ``{"now": {kind: bytes}, "peak": {kind: bytes}, "peak_total": bytes}``.
+        """Model-state bytes of this rank, wherever they rest: ``{"now": {kind: bytes}, "peak": {kind: bytes}, "peak_total":
+        bytes, "nvme": bytes}``, the last being those that are taken in files.
 
         Kinds: ``parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers`` (unsharded flat buffers of units).
         The kinds have their peaks at different times, ``peak_total`` is the most that all of them took at once.
         """
         engine = self.engine or self._optimizer_engine
         if engine is not None:
-            return engine.memory_stats()
+            files = None if self._tiers is None else self._tiers.files
+            return {**engine.memory_stats(), "nvme": 0 if files is None else files.nbytes}
         parameters = list(self.lightning_module.parameters()) if self.lightning_module is not None else []
         held = {"parameters": sum(p.numel() * p.element_size() for p in parameters)}
-        return {"now": held, "peak": dict(held), "peak_total": held["parameters"]}
+        return {"now": held, "peak": dict(held), "peak_total": held["parameters"], "nvme": 0}
 
     def comm_stats(self) -> dict[str, dict[str, Any]]:
         """What this rank has sent since set-up: ``{collective: {"calls": n, "bytes": n, "seconds": s}}``.
@@ -474,8 +500,12 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
     @override
     def teardown(self) -> None:
         self._restores_late = False
-        if self.engine is not None:
-            self._close_engine(self.engine)
+        try:
+            if self.engine is not None:
+                self._close_engine(self.engine)
+        finally:
+            if self._tiers is not None and self._tiers.files is not None:
+                self._tiers.files.close()
         if self._recomputation is not None:
             self._recomputation.remove()
             self._recomputation = None
@@ -498,7 +528,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             return
         try:
             engine.close(min(_CLOSE_TIMEOUT_SECONDS, self.config.read_timeout))
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, OSError) as error:
             rank_zero_warn(
                 f"The module could not be made whole after the exception: its parameters stay sharded. {error}"
             )
@@ -507,7 +537,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
     def __getstate__(self) -> dict:
         state = super().__getstate__()
         # Groups and engines belong to one process; the launcher pickles the strategy before either exists.
-        left = dict.fromkeys(("engine", "_optimizer_engine", "_uneven", "_comm", "_comm_group"))
+        left = dict.fromkeys(("engine", "_optimizer_engine", "_uneven", "_comm", "_comm_group", "_tiers"))
         return {**state, **left}
 
     @classmethod

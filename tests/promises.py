@@ -130,10 +130,16 @@ TABLE: dict[str, tuple[Promises, Promises]] = {
         },
         {"checkpoints with `model_parallel`": "test_model_parallel.py::test_what_is_refused"},
     ),
-    "not there yet": (
-        {},
+    "offload": (
         {
-            "NVMe, parameter offload": "test_bad_input.py::test_options_that_are_to_come_name_themselves",
+            "optimizer state in host memory": "test_offload.py::test_offload_equals_ddp",
+            "or in files": "test_nvme.py::test_optimizer_in_files",
+            "stage 3's parameters in either": "test_nvme.py::test_parameters_in_files",
+            "every pair of them": "test_nvme.py::test_every_pair_of_tiers",
+        },
+        {
+            "parameters away from the device at stages 1 and 2": "test_nvme.py::parameters at stage 2",
+            "delayed and early updates of files": "test_nvme.py::delayed",
         },
     ),
 }

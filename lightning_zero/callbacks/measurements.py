@@ -71,15 +71,16 @@ def model_states(trainer: "pl.Trainer") -> dict[str, float]:
     if isinstance(trainer.strategy, ZeroStrategy):
         stats = trainer.strategy.memory_stats()
         now, peak, peak_total = stats["now"], stats["peak"], stats["peak_total"]
+        on_disk = stats["nvme"]
     else:
         now = _plain_states(trainer)
-        peak, peak_total = now, sum(now.values())
+        peak, peak_total, on_disk = now, sum(now.values()), 0
     values: dict[str, float] = {}
     for suffix, held in (("", now), ("_peak", peak)):
         known = {kind: held.get(kind, 0) for kind in (*KINDS, BUFFERS)}
         values.update({kind + suffix: nbytes for kind, nbytes in known.items()})
         values[OTHER + suffix] = sum(held.values()) - sum(known.values())
-    return {**values, "total": sum(now.values()), "total_peak": peak_total}
+    return {**values, "total": sum(now.values()), "total_peak": peak_total, "nvme": on_disk}
 
 
 def process_memory() -> dict[str, float]:
@@ -113,7 +114,7 @@ def device_memory(device: torch.device) -> dict[str, float]:
 def residual(values: Mapping[str, float], device: Mapping[str, float]) -> dict[str, float]:
     """What the peak holds beside model states: activations and temporary memory, on a CPU the process itself too."""
     peak = device.get("device_peak", values["rss_peak"])
-    return {"residual": max(0.0, peak - values["total_peak"])}
+    return {"residual": max(0.0, peak - (values["total_peak"] - values["nvme"]))}
 
 
 def traffic(trainer: "pl.Trainer") -> dict[str, float]:

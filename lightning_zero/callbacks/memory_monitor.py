@@ -25,10 +25,10 @@ class MemoryMonitor(pl.Callback):
 
     Every ``every_n_steps`` optimizer steps the Trainer's loggers get, as ``_max`` and ``_mean`` over the ranks: bytes of
     model states by kind (``memory/parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers``, ``other``,
-    ``total``) and the peak of their total, ``memory/residual`` (what the peak holds beside them: activations and
-    temporary memory; on a CPU everything else in the process too), the process' resident memory (``memory/rss``), what
-    the host has left (``memory/host_available``, its minimum and mean), and the device allocator's figures where there
-    is a device. Per step, as means since the last measurement: ``step/bytes_sent``, by collective too, ``step/seconds``
+    ``total``, wherever they rest, and ``nvme``, what is taken in files) and the peak of their total,
+    ``memory/residual`` (what the peak holds beside them: activations and temporary memory; on a CPU everything else in
+    the process too), the process' resident memory (``memory/rss``), what the host has left (``memory/host_available``,
+    its minimum and mean), and the device allocator's figures where there is a device. Per step, as means since the last measurement: ``step/bytes_sent``, by collective too, ``step/seconds``
     and its parts ``step/wait_seconds`` (this rank stood still for others), ``step/optimizer_seconds`` (clipping and
     update) and ``step/compute_seconds`` (the rest: forward, backward, data, callbacks). Under NCCL the device's queue
     waits, which counts as computing. With delayed updates ``step/update_pending`` tells whether one is. In between

@@ -116,9 +116,8 @@ def closing_table(
 
 
 def _where(predicted: MemoryEstimate) -> list[str]:
-    if not predicted.on_host:
-        return []
-    return [f"In host memory: {', '.join(_LABELS[kind] for kind in predicted.on_host)}."]
+    places = (("In host memory", predicted.on_host), ("In files", predicted.on_nvme))
+    return [f"{place}: {', '.join(_LABELS[kind] for kind in kinds)}." for place, kinds in places if kinds]
 
 
 def _right(estimates: list[MemoryEstimate], text: str) -> list[str]:

@@ -243,7 +243,9 @@ class _ReadsOnce(FileSystemReader):
             box = saved
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 box = box.narrow(dim, start, length)
-            planner.resolve_tensor(item).copy_(box)
+            target = planner.resolve_tensor(item)
+            target.copy_(box)
+            planner.commit_tensor(item, target)
 
 
 class _LocalReader(_ReadsOnce):

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from typing_extensions import override
 
-from lightning_zero.checkpoint.boxes import boxes_of
+from lightning_zero.checkpoint.boxes import Box, boxes_of
+from lightning_zero.partition.rest import Rested, bytes_of
 from lightning_zero.partition.shards import TensorShard
 
 Path = tuple[str | int, ...]
@@ -46,7 +47,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
         self.aliases: dict[str, str] = {}
         self._first, self._also = first, also
-        self._views: dict[MetadataIndex, Tensor] = {}
+        self._boxes: dict[MetadataIndex, tuple[TensorShard, Box]] = {}
 
     @override
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -76,14 +77,17 @@ class ShardSavePlanner(DefaultSavePlanner):
                 for box in boxes_of(value):
                     item = _write_item(key, value, _chunk(box.offsets, box.sizes))
                     items.append(item)
-                    self._views[item.index] = box.view_of(_in_own_storage(value.data[box.elements.slice()]))
+                    self._boxes[item.index] = value, box
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        view = self._views.get(write_item.index)
-        return super().resolve_data(write_item) if view is None else view
+        if write_item.index not in self._boxes:
+            return super().resolve_data(write_item)
+        shard, box = self._boxes[write_item.index]
+        # Not before it is written: what rests elsewhere is in memory only as long as that takes.
+        return box.view_of(_in_own_storage(bytes_of(shard.data)[box.elements.slice()]))
 
 
 class IntoLoadPlanner(LoadPlanner):
@@ -95,7 +99,7 @@ class IntoLoadPlanner(LoadPlanner):
     def __init__(self, targets: Mapping[str, Tensor | TensorShard | None], weights_only: bool = True) -> None:
         self._targets = targets
         self._weights_only = weights_only
-        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
         self.values: dict[str, Any] = {}
 
     @override
@@ -118,10 +122,9 @@ class IntoLoadPlanner(LoadPlanner):
             if isinstance(target, TensorShard):
                 for box in boxes_of(target):
                     chunks.append(_chunk(box.offsets, box.sizes))
-                    self._views[key, box.offsets] = box.view_of(target.data[box.elements.slice()])
+                    self._boxes[key, box.offsets] = box
             elif target is not None:
                 chunks.append(_chunk((0,) * target.dim(), tuple(target.shape)))
-                self._views[key, (0,) * target.dim()] = target.detach()
             items += create_read_items_for_chunk_list(key, stored, chunks)
         return LoadPlan(items)
 
@@ -140,14 +143,23 @@ class IntoLoadPlanner(LoadPlanner):
     @override
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         index = read_item.dest_index
-        view = self._views[index.fqn, tuple(index.offset or ())]
+        target = self._targets[index.fqn]
+        if isinstance(target, TensorShard):
+            data = target.data.bring() if isinstance(target.data, Rested) else target.data
+            box = self._boxes[index.fqn, tuple(index.offset or ())]
+            view = box.view_of(data[box.elements.slice()])
+        elif target is not None:
+            view = target.detach()
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             view = view.narrow(dim, start, length)
         return view
 
     @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The tensor was filled in place."""
+        """The tensor was filled in place; one that rests elsewhere goes there."""
+        target = self._targets[read_item.dest_index.fqn]
+        if isinstance(target, TensorShard) and isinstance(target.data, Rested):
+            target.data.put_away()
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

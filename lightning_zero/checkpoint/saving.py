@@ -21,6 +21,7 @@ from lightning_zero.checkpoint.training import to_folder
 from lightning_zero.comm import Comm
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.handle import Sharded
+from lightning_zero.partition.rest import bytes_of
 from lightning_zero.partition.shards import TensorShard
 from lightning_zero.worker import Worker
 
@@ -114,5 +115,5 @@ def saves_in_background(io: CheckpointIO | None) -> bool:
 
 def _copy(value: TensorShard | Tensor) -> TensorShard | Tensor:
     if isinstance(value, TensorShard):
-        return replace(value, data=value.data.to("cpu", copy=True))
+        return replace(value, data=bytes_of(value.data).to("cpu", copy=True))
     return value.detach().to("cpu", copy=True)

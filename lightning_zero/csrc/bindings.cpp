@@ -1,12 +1,15 @@
 // The Python face of the kernels. Buffers arrive as addresses: what they are (dtype, device, layout, length) has been
 // checked by lightning_zero.ops, the only caller.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
 #include <vector>
 
+#include "file_io.h"
 #include "kernels.h"
 
 namespace nb = nanobind;
@@ -44,6 +47,23 @@ T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 }  // namespace
 
 NB_MODULE(_kernels, m) {
+    nb::class_<Transfer>(m, "Transfer")
+        .def(
+            "wait",
+            [](Transfer& transfer) {
+                const Transfer::Result result = transfer.wait();
+                return std::make_pair(result.error, result.bytes);
+            },
+            nb::call_guard<nb::gil_scoped_release>())
+        .def("done", &Transfer::done);
+    nb::class_<FileQueue>(m, "FileQueue")
+        .def(nb::init<int>(), nb::arg("threads"))
+        .def(
+            "submit",
+            [](FileQueue& queue, int file, bool write, uintptr_t buffer, int64_t bytes, int64_t offset, int64_t align) {
+                return queue.submit(file, write, pointer<void>(buffer), bytes, offset, align);
+            },
+            nb::call_guard<nb::gil_scoped_release>());
     m.def("available_isas", &available_isas);
     m.def(
         "adam_step",

@@ -16,23 +16,22 @@ The step that comes accepts an early update if it was computed from the very sam
 since) and settings; otherwise it puts the old bytes back and computes it again. Either way the result has the same bits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from lightning_zero.offload.cpu_adam import CPUAdam, options_of
-from lightning_zero.ops import AdamOptions, adam_step_
+from lightning_zero.offload.runs import AdamRun, Part, by_unit, distance, has_kernel, range_of, runs_of
 from lightning_zero.partition.optimizer import UpdateGroup, UpdateItem, stand_in
+from lightning_zero.partition.rest import Rested
 from lightning_zero.partition.unit import Unit
 from lightning_zero.transfer import HostPool, Link
 from lightning_zero.worker import Worker
 
-_STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 # Steps without early updates after one that had to take some back; doubled each time in a row, up to the limit.
 _FIRST_PAUSE, _LONGEST_PAUSE = 2, 64
 
@@ -60,14 +59,16 @@ class HostUpdate:
     def run(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> Future | None:
         """Update the shards in ``groups``; a future where the update goes on in the background."""
         groups, ready = self._without_early(groups)
+        for unit, _ in by_unit(groups):
+            unit.hold_main()  # of what was frozen at first it rests with the parameters
         delayed = self._delays()
         kept = self._keep_gradients(groups) if delayed else []
         task: Callable[[], None]
-        if _has_kernel(optimizer, groups):
-            updates = [UnitUpdate(unit, parts, in_use=delayed) for unit, parts in _by_unit(groups)]
+        if has_kernel(optimizer, groups):
+            updates = [UnitUpdate(unit, parts, in_use=delayed) for unit, parts in by_unit(groups)]
             task = lambda: self._carry_out(updates, publish=not delayed)  # noqa: E731
         else:
-            ready += [unit for unit, _ in _by_unit(groups)] if not delayed else []
+            ready += [unit for unit, _ in by_unit(groups)] if not delayed else []
             task = stand_in(optimizer, groups).step
         if delayed:
             future = self._worker.submit(task)
@@ -104,11 +105,11 @@ class HostUpdate:
 
     def run_early(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> None:
         """Begin to update one unit. See [Note: early update]."""
-        [(unit, parts)] = _by_unit(groups)
+        [(unit, parts)] = by_unit(groups)
         items = [item for _, part in parts for item in part]
         if self._pause_left or unit.index in self._early or self._delays():
             return
-        if not _has_kernel(optimizer, groups) or not all(item.state for item in items):
+        if not has_kernel(optimizer, groups) or not all(item.state for item in items):
             return  # a first step also makes state
         update = UnitUpdate(unit, parts, in_use=True)
         saved = [(tensor, self._kept.take(tensor.numel(), tensor.dtype)) for tensor in update.written()]
@@ -127,7 +128,7 @@ class HostUpdate:
         if not self._early:
             self._pause_left = max(0, self._pause_left - 1)
             return groups, []
-        wanted = {unit.index: parts for unit, parts in _by_unit(groups)}
+        wanted = {unit.index: parts for unit, parts in by_unit(groups)}
         done = []
         for index, early in list(self._early.items()):
             if early.holds_for(wanted.get(index, [])):
@@ -158,12 +159,20 @@ class HostUpdate:
         early.update.unit.end_update()
         return early.update.unit
 
+    def prepare(self, optimizers: Iterable[Optimizer], locate: Callable[[Any], Any]) -> None:
+        """State comes to memory with the first update."""
+
+    def room(self, optimizer: Optimizer, unit: Unit, index: int, name: str, dtype: torch.dtype) -> Rested | None:
+        return None
+
+    def keep(self, optimizer: Optimizer, unit: Unit, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    def put_away(self) -> None:
+        """State is in memory."""
+
     def close(self) -> None:
         self._worker.close()
-
-
-Part = tuple[dict[str, Any], list[UpdateItem]]
-"""Settings of a param group, and its items in one unit."""
 
 
 class UnitUpdate:
@@ -175,7 +184,8 @@ class UnitUpdate:
         updated = sum(item.shard.numel() for _, items in parts for item in items)
         is_all = updated == sum(owned.stop - owned.start for owned in unit.owned)
         self._copy = unit.copy_target(in_use) if is_all else None
-        self._ranges = [_Range(run, settings, self._copy) for settings, items in parts for run in _runs(items)]
+        runs = [AdamRun(run, settings) for settings, items in parts for run in runs_of(items)]
+        self._ranges = [_Range(run, unit, self._copy) for run in runs]
 
     def run(self, num_threads: int | None) -> None:
         for each in self._ranges:
@@ -188,36 +198,18 @@ class UnitUpdate:
 
 
 class _Range:
-    """Shards that lie side by side: one kernel call."""
+    """A run whose master and state are in memory."""
 
-    def __init__(self, run: list[UpdateItem], settings: dict[str, Any], copy: Tensor | None) -> None:
-        first, last = run[0], run[-1]
-        start, stop = first.start, last.start + last.shard.numel()
-        self._options: AdamOptions = options_of(settings)
-        self._amsgrad = bool(settings.get("amsgrad", False))
-        for item in run:
-            if not item.state:
-                item.state["step"] = torch.zeros((), dtype=torch.float32)
-        self.main = first.unit.main.detach()[start:stop]
-        self.states = [_state_range(run, name) for name in _STATES[: 3 if self._amsgrad else 2]]
-        self.steps = [item.state["step"] for item in run]
-        self._grad = first.grad if len(run) == 1 else _range(first.grad, stop - start)
-        self._copy = None if copy is None else copy[start:stop]
+    def __init__(self, run: AdamRun, unit: Unit, copy: Tensor | None) -> None:
+        self._run = run
+        self.main = unit.main.detach()[run.start : run.stop]
+        self.states = [_state_range(run.items, name) for name in run.names]
+        self.steps = run.steps
+        self._copy = None if copy is None else copy[run.start : run.stop]
 
     def run(self, num_threads: int | None) -> None:
-        adam_step_(
-            self.main,
-            self._grad,
-            self.states[0],
-            self.states[1],
-            self._options,
-            step=int(self.steps[0]) + 1,
-            max_exp_avg_sq=self.states[2] if self._amsgrad else None,
-            param_copy=self._copy,
-            num_threads=num_threads,
-        )
-        for step in self.steps:
-            step += 1
+        self._run.step(self._run.start, self._run.stop, self.main, self.states, self._copy, num_threads)
+        self._run.count()
 
 
 @dataclass
@@ -254,71 +246,16 @@ def _same_settings(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
-def _by_unit(groups: list[UpdateGroup]) -> list[tuple[Unit, list[Part]]]:
-    """The same items by unit, in the order of units, which is that of the next forward."""
-    parts: dict[int, tuple[Unit, list[Part]]] = {}
-    for group in groups:
-        for item in group.items:
-            _, of_unit = parts.setdefault(item.unit.index, (item.unit, []))
-            if not of_unit or of_unit[-1][0] is not group.settings:
-                of_unit.append((group.settings, []))
-            of_unit[-1][1].append(item)
-    return [parts[index] for index in sorted(parts)]
-
-
-def _has_kernel(optimizer: Optimizer, groups: list[UpdateGroup]) -> bool:
-    if type(optimizer) not in (Adam, AdamW, CPUAdam):
-        return False
-    return not any(
-        group.settings.get("capturable") or group.settings.get("differentiable") for group in groups
-    ) and all(item.shard.dtype == torch.float32 and item.shard.device.type == "cpu" for g in groups for item in g.items)
-
-
-def _runs(items: list[UpdateItem]) -> Iterator[list[UpdateItem]]:
-    """Neighbours in one unit that are at the same step, as far as their memory goes on in the same way."""
-    run: list[UpdateItem] = []
-    for item in items:
-        if run and not _follows(run[-1], item):
-            yield run
-            run = []
-        run.append(item)
-    if run:
-        yield run
-
-
-def _follows(before: UpdateItem, item: UpdateItem) -> bool:
-    gap = item.start - before.start
-    return (
-        item.unit is before.unit
-        and gap > 0
-        and item.index == before.index + 1
-        and item.state.get("step", 0) == before.state.get("step", 0)
-        and bool(item.state) == bool(before.state)
-        and _distance(before.grad, item.grad) == gap
-    )
-
-
-def _distance(a: Tensor, b: Tensor) -> int | None:
-    """Elements between the starts of two 1-D views of one storage."""
-    if a.dtype != b.dtype or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return None
-    return int(b.storage_offset()) - int(a.storage_offset())
-
-
-def _range(first: Tensor, numel: int) -> Tensor:
-    return first.as_strided((numel,), (1,))
-
-
 def _state_range(run: list[UpdateItem], name: str) -> Tensor:
     """One tensor under the named state of all shards of a run; makes it, or brings loaded state together."""
     first, last = run[0], run[-1]
     numel = last.start + last.shard.numel() - first.start
     present = [item.state[name] for item in run if name in item.state]
     together = len(present) == len(run) and all(
-        _distance(present[0], state) == item.start - first.start for state, item in zip(present, run, strict=True)
+        distance(present[0], state) == item.start - first.start for state, item in zip(present, run, strict=True)
     )
     if together:
-        return _range(present[0], numel)
+        return range_of(present[0], numel)
     flat = torch.zeros(numel, dtype=torch.float32)
     for item in run:
         view = flat[item.start - first.start :][: item.shard.numel()]

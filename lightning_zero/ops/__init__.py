@@ -3,12 +3,17 @@
 from lightning_zero.ops._native import available_isas, native_isa
 from lightning_zero.ops.adam import AdamOptions, adam_step_
 from lightning_zero.ops.cross_entropy import FusedCrossEntropyLoss, fused_cross_entropy
+from lightning_zero.ops.files import BLOCK_BYTES, FileQueue, FileTransfer, OpenFile
 from lightning_zero.ops.gradients import has_nonfinite, sum_of_squares
 from lightning_zero.ops.linear_cross_entropy import fused_linear_cross_entropy
 
 __all__ = [
+    "BLOCK_BYTES",
     "AdamOptions",
+    "FileQueue",
+    "FileTransfer",
     "FusedCrossEntropyLoss",
+    "OpenFile",
     "adam_step_",
     "available_isas",
     "fused_cross_entropy",

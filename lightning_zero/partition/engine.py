@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning_zero.partition.memory import BufferPool, Ledger
 from lightning_zero.partition.optimizer import OptimizerBinding, StateForm, Updater
 from lightning_zero.partition.outside import OutsideReads
 from lightning_zero.partition.refused import can_shard
+from lightning_zero.partition.rest import Tiers
 from lightning_zero.partition.schedule import Schedule
 from lightning_zero.partition.sharding import Progress, Source, first_values, own_values, plan_units
 from lightning_zero.partition.shards import LocalShards
@@ -48,6 +49,7 @@ class ZeroEngine:
         keeper: hooks.Keeper | None = None,
         source: Source = own_values,
         progress: Progress = lambda done, total: None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.module = module
         self.config = config
@@ -69,6 +71,7 @@ class ZeroEngine:
         self.state_form = StateForm.WHOLE
         self._updater = updater
         self._link = None if updater is None else updater.link
+        self.tiers = tiers
         self.closed = False
         self.stop_wanted = False
         """Set at any time, on any rank: ``on_stop`` is then called on all ranks in the same backward."""
@@ -76,7 +79,7 @@ class ZeroEngine:
         self.optimizers: list[Optimizer] = []
         self._states_counted = 0
         optimizers = list(optimizers)
-        needed = comm.is_shared or self._needs_master()
+        needed = comm.is_shared or tiers is not None or self._needs_master()
         asked = os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0")
         if can_shard(module, optimizers, config.residence.whole_parameters, needed) and (needed or asked):
             self._make_units(source, progress)
@@ -102,6 +105,14 @@ class ZeroEngine:
         self.optimizers += optimizers
         if self.units:
             self._bindings += [OptimizerBinding(optimizer, self, self._updater) for optimizer in optimizers]
+            if self._updater is not None:
+                with self._making_files():
+                    self._updater.prepare(optimizers, self.locate)
+
+    def _making_files(self) -> AbstractContextManager:
+        """Around what takes room in files, of which one rank may have too little."""
+        uses_files = self.tiers is not None and self.tiers.files is not None
+        return self._comm.failing_together("make its files") if uses_files else nullcontext()
 
     @property
     def rank(self) -> int:
@@ -126,11 +137,12 @@ class ZeroEngine:
         plans = plan_units(self.module, config, self._comm.num_shards)
         try:
             for plan, values in first_values(plans, self._comm, source, progress):
-                unit = Unit(
-                    len(self.units), plan.name, plan.group.modules, plan.pairs, plan.layout, values, self._comm, self._pool,
-                    self.ledger, self._access, whole, plan.compute_dtype, plan.master_dtype, plan.shows_main,
-                    config.main_device, self._link,
-                )  # fmt: skip
+                with self._making_files():
+                    unit = Unit(
+                        len(self.units), plan.name, plan.group.modules, plan.pairs, plan.layout, values, self._comm,
+                        self._pool, self.ledger, self._access, whole, plan.compute_dtype, plan.master_dtype,
+                        plan.shows_main, config.main_device, self._link, self.tiers,
+                    )  # fmt: skip
                 self.units.append(unit)
                 self._handles += hooks.hook_readers(unit, plan.group.readers, self)
                 self._where.update((id(parameter), (unit, index)) for index, parameter in enumerate(unit.tensors))

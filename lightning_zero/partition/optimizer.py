@@ -9,7 +9,7 @@ tensors, in torch's own layout.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.partition.elementwise import copy_value, is_moment, probe
 from lightning_zero.partition.gradients import UnitGradients
+from lightning_zero.partition.rest import Rested
 from lightning_zero.partition.shards import LocalShards, TensorShard
 from lightning_zero.partition.unit import Unit, in_memory_order
 from lightning_zero.partition.whole import WholeTensors
@@ -99,12 +100,24 @@ class Updater(Protocol):
     is_early: bool
     """Whether it wants to hear of gradients before the step (:meth:`run_early`)."""
 
+    def prepare(self, optimizers: Iterable[Optimizer], locate: Callable[[Any], Any]) -> None:
+        """Take the room for the state of ``optimizers``; ``locate`` is the engine's. Raises OSError if there is too little."""
+
     def run(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> Future | None:
         """Update the shards in ``groups``; a future where the update goes on beside the next step, to be published when
         that is over."""
 
     def run_early(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> None:
         """The gradients of one unit are there, and a step will follow, as far as one can tell."""
+
+    def room(self, optimizer: Optimizer, unit: Unit, index: int, name: str, dtype: torch.dtype) -> Rested | None:
+        """Where the state ``name`` of a unit's parameter rests; None for in memory."""
+
+    def keep(self, optimizer: Optimizer, unit: Unit, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter's shard as it is kept: what is element-wise may rest elsewhere from now on."""
+
+    def put_away(self) -> None:
+        """Let the state that users have looked at rest again, with their changes."""
 
     def revoke(self) -> None:
         """Undo what has been updated early: somebody looks, or the step does not come."""
@@ -371,12 +384,12 @@ class OptimizerBinding:
         start = unit.in_tensor(index).slice()
         for name, value in state.items():
             if isinstance(value, TensorShard):
-                local[name] = value.data
+                local[name] = value.data.tensor if isinstance(value.data, Rested) else value.data
             elif is_element_wise(name, value, slot.shape):
                 local[name] = in_memory_order(value, slot.stride)[start].to(shard.device, copy=True)
             else:
                 local[name] = value
-        return local
+        return local if self._updater is None else self._updater.keep(self.optimizer, unit, index, local)
 
     def local_state(self) -> dict[int, dict[str, Any]]:
         """State by parameter index as this rank has it: element-wise entries are shards."""
@@ -403,6 +416,11 @@ class OptimizerBinding:
         if unit.shards[index] is None:
             return None
         if is_element_wise(name, like, unit.layout.slots[index].shape):
+            rest = None
+            if self._updater is not None and like.dtype == unit.main.dtype:
+                rest = self._updater.room(self.optimizer, unit, index, name, like.dtype)
+            if rest is not None:
+                return self._host.shards.like(unit, index, rest)
             return self._host.shards.empty_like(unit, index, like.dtype)
         return torch.empty(like.shape, dtype=like.dtype)
 
@@ -486,6 +504,11 @@ class OptimizerBinding:
         if self._originals is None:
             return
         self._restore()
+        for parameter in self._parameters() if self._updater is not None else ():
+            located, state = self._host.locate(parameter), self.optimizer.state.get(parameter)
+            if state and located is not None and self._shard(parameter) is not None:
+                # torch has made state of another dtype anew.
+                self.optimizer.state[parameter] = self._updater.keep(self.optimizer, located[0], located[2], state)  # type: ignore[union-attr]
 
 
 def is_element_wise(name: str, value: Tensor, shape: tuple[int, ...]) -> bool:

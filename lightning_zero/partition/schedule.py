@@ -85,6 +85,8 @@ class Schedule:
             # Whole buffers are on their way from an update, not fetched for this phase.
             if unit.buffer.state is State.GATHERING and not unit.buffer.is_whole:
                 unit.buffer.reshard()
+            if unit.buffer.rest is not None:
+                unit.buffer.rest.forget()
         if self._extra:
             self._plans[self._key] = _collapse([*self._plan, *(Step(index) for index in self._extra)])
         self._key = None
@@ -133,6 +135,9 @@ class Schedule:
             buffer.unshard_async()
             self._enter(step)
             self._ahead.add(step.unit)
+        # Shards that rest elsewhere come one window before their gather.
+        for step in self._plan[self._cursor : self._cursor + self._prefetch]:
+            self._units[step.unit].buffer.stage()
 
     def _ask(self, unit: Unit) -> None:
         """Agree on units to gather until this rank's turn has come."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.partition.layout import Range, Slot
+from lightning_zero.partition.rest import Rested, RestingTensor, part_of
 from lightning_zero.partition.unit import Unit, in_memory_order
 
 
@@ -15,8 +16,8 @@ from lightning_zero.partition.unit import Unit, in_memory_order
 class TensorShard:
     """The elements ``range`` of a logical tensor, counted in the memory order of the dense ``stride``."""
 
-    data: Tensor
-    """1-D, ``range.numel`` elements."""
+    data: Tensor | Rested
+    """1-D, ``range.numel`` elements; :func:`~lightning_zero.partition.rest.bytes_of` has them where they rest."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     range: Range
@@ -41,7 +42,7 @@ class LocalShards:
                     data = (
                         in_memory_order(value.detach(), slot.stride)[whole.slice()]
                         if closed
-                        else unit.face.shard[unit.in_shard(index).slice()]
+                        else part_of(unit.face.shard, unit.in_shard(index).slice())
                     )
                     made[id(value)] = _shard(data, slot, whole)
                 sharded[key] = made[id(value)]
@@ -53,7 +54,7 @@ class LocalShards:
         """Shards of the master weights, by name, that the module's state dict does not show."""
         return {
             name: _shard(
-                unit.master[unit.in_shard(i).slice()],  # type: ignore[index]
+                part_of(unit.master, unit.in_shard(i).slice()),  # type: ignore[arg-type]
                 unit.layout.slots[i],
                 unit.in_tensor(i),
             )
@@ -62,7 +63,7 @@ class LocalShards:
             for i, name in enumerate(unit.names)
         }
 
-    def like(self, unit: Unit, index: int, data: Tensor) -> TensorShard:
+    def like(self, unit: Unit, index: int, data: Tensor | Rested) -> TensorShard:
         """Elements that belong to this rank's part of a parameter, such as optimizer state."""
         return _shard(data, unit.layout.slots[index], unit.in_tensor(index))
 
@@ -82,5 +83,7 @@ class LocalShards:
         }
 
 
-def _shard(data: Tensor, slot: Slot, whole: Range) -> TensorShard:
-    return TensorShard(data.detach(), slot.shape, slot.stride, whole)
+def _shard(data: Tensor | Rested, slot: Slot, whole: Range) -> TensorShard:
+    if not isinstance(data, (Rested, RestingTensor)):
+        data = data.detach()
+    return TensorShard(data, slot.shape, slot.stride, whole)

@@ -10,7 +10,8 @@ from lightning_zero.comm import Comm
 from lightning_zero.partition import handle
 from lightning_zero.partition.layout import FlatLayout, Range
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
-from lightning_zero.transfer import Link, Transfer
+from lightning_zero.partition.rest import Rested, Tiers, bytes_of
+from lightning_zero.transfer import HostPool, Link, Transfer
 from lightning_zero.work import Work
 
 
@@ -43,11 +44,14 @@ class ShardedBuffer:
         dtype: torch.dtype,
         device: torch.device,
         whole: FlatViews | None = None,
+        rest: Rested | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
         self.tensors = tensors
         self.shard = shard
+        self.rest = rest
+        """Where the shard is while the tensors are sharded, if that is not here."""
         self.state = State.SHARDED
         self.buffer = whole
         self._comm = comm
@@ -84,6 +88,11 @@ class ShardedBuffer:
     def stride(self, tensor: Tensor) -> tuple[int, ...]:
         """The strides of one of the tensors when it is unsharded."""
         return next(slot.stride for slot, own in zip(self.layout.slots, self.tensors, strict=True) if own is tensor)
+
+    def stage(self) -> None:
+        """The tensors are wanted soon: start fetching the own shard from where it rests."""
+        if self.rest is not None and self.state is State.SHARDED:
+            self.rest.stage()
 
     def unshard_async(self) -> None:
         """Start gathering the other ranks' shards."""
@@ -123,6 +132,8 @@ class ShardedBuffer:
         if not self._whole and self.buffer is not None:
             self._pool.give(self.layout, self.buffer)
             self.buffer = None
+        if self.rest is not None:
+            self.rest.put_away()
 
     def detach(self) -> None:
         """Turn the tensors into handles, leaving the bytes alone."""
@@ -181,6 +192,8 @@ class ShardedBuffer:
         if not self._whole and self.buffer is not None:
             self._pool.give(self.layout, self.buffer)
         self.buffer = None
+        if self.rest is not None:
+            self.rest.put_away()
 
     def _relink(self, buffer: FlatViews) -> bool:
         """Copy in what the user has bound to ``.data``; whether there was any."""
@@ -221,10 +234,12 @@ class ShardedBuffer:
         if self.arriving is not None:
             self.arriving.wait()
             self.arriving = None
+        if self.rest is not None:
+            self.rest.bring()  # to stay while the tensors are unsharded, for edits to be compared with
         self._work = self._comm.all_gather(self.buffer.flat, self._shard_to_send(), self._channel)
 
     def _shard_to_send(self) -> Tensor:
-        return self.shard.to(self.dtype).to(self._device)
+        return bytes_of(self.shard).to(self.dtype).to(self._device)
 
     def _wait(self) -> None:
         if self._work is None:
@@ -290,6 +305,7 @@ class Unit:
         shows_main: bool,
         main_device: torch.device | None,
         link: Link | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -323,13 +339,24 @@ class Unit:
                 shard = flat.flat.narrow(0, comm.shard_rank * layout.shard_numel, layout.shard_numel)
             else:
                 shard = own.to(compute_dtype, copy=True)
+        tensors: list[Tensor] = list(self.tensors)
+        tiers = tiers or Tiers()
+        rest = self._master_rest = None
+        if tiers.main is not None and self.master is not None:
+            place = tiers.main.place("master", self.layout.shard_numel, self.master.dtype)
+            self._master_rest = Rested(place, self.master.device, self.master)
+            self.master = self._master_rest.tensor
+        if tiers.parameters is not None and not whole:
+            place = tiers.parameters.place("parameters", self.layout.shard_numel, self.dtype)
+            rest = Rested(place, device, shard)
+            shard = rest.tensor
+        with torch.inference_mode(False), torch.no_grad():  # now that nothing can fail
             resting = handle.placeholder(compute_dtype, device)
             for i, parameter in enumerate(self.tensors):
                 handle.rebase(self.names[i], parameter, flat.views[i] if whole else resting.expand(parameter.shape))
-        tensors: list[Tensor] = list(self.tensors)
         self.buffer = ShardedBuffer(
             name, self.layout, tensors, shard, comm, pool, 2 * index, on_access, self.dtype, device,
-            flat if whole else None,
+            flat if whole else None, rest,
         )
         self.face = self.buffer
         if self.master is not None and shows_main:
@@ -347,6 +374,9 @@ class Unit:
             self.buffer.detach()
         self._link = link
         self._outgoing: Tensor | None = None
+        self._staging = link if rest is None else tiers.memory
+        self._published = self._sum_of_weights()
+        """Of the model weights, as the master that rests elsewhere has them: it need not be read to find no edits."""
         self.shards = [self._shard_of(i) for i in range(len(self.tensors))]
 
     def __repr__(self) -> str:
@@ -357,6 +387,11 @@ class Unit:
         """The shard that the optimizer updates: the master weights, or the parameter shard where it is its own."""
         return self.buffer.shard if self.master is None else self.master
 
+    @property
+    def main_rest(self) -> Rested | None:
+        """Where the main shard is, if that is not here."""
+        return self.buffer.rest if self.master is None else self._master_rest
+
     def in_shard(self, index: int) -> Range:
         """This rank's part of a parameter, counted from the start of its shard."""
         return self._in_shard[index]
@@ -366,12 +401,37 @@ class Unit:
         return self.layout.tensor_range(index, self._shard_rank)
 
     def _shard_of(self, index: int) -> nn.Parameter | None:
-        """The optimizer's view of a parameter: a 1-D slice of the main shard, or None where this rank owns nothing."""
+        """The optimizer's view of a parameter: a 1-D slice of the main shard, or None where this rank owns nothing. Of
+        a main shard that rests elsewhere it has no bytes, but while :meth:`hold_main` has brought them."""
         local = self.in_shard(index)
         if not local.numel:
             return None
         with torch.inference_mode(False):
-            return nn.Parameter(self.main[local.slice()], requires_grad=self.main.is_floating_point())
+            if self.main_rest is None:
+                return nn.Parameter(self.main[local.slice()], requires_grad=self.main.is_floating_point())
+            nowhere = handle.placeholder(self.main.dtype, self.main.device).expand(local.numel)
+            return nn.Parameter(nowhere, requires_grad=self.main.is_floating_point())
+
+    def hold_main(self) -> None:
+        """Bring the main shard, if it rests elsewhere, for the optimizer to work on until :meth:`put_away`."""
+        if self.main_rest is not None:
+            self._point_shards(self.main_rest.bring_to_write())
+
+    def put_away(self) -> None:
+        """Let what was brought rest again, with the changes."""
+        if self.main_rest is not None and self.main_rest.is_here:
+            for shard in self.shards:
+                if shard is not None:
+                    shard.data = handle.placeholder(shard.dtype, shard.device).expand(shard.shape)
+        if self._master_rest is not None:
+            self._master_rest.put_away()
+        if self.buffer.rest is not None and self.buffer.state is State.SHARDED:
+            self.buffer.rest.put_away()
+
+    def _point_shards(self, main: Tensor) -> None:
+        for index, shard in enumerate(self.shards):
+            if shard is not None:
+                shard.data = main[self.in_shard(index).slice()]
 
     @property
     def has_two_faces(self) -> bool:
@@ -394,24 +454,42 @@ class Unit:
         ``(shard_numel,)``; None where :meth:`publish` rounds. ``in_use``: steps compute with the weights meanwhile."""
         if self.master is None or self.dtype.itemsize != 2:
             return None
-        if self._link is not None:
-            return self._stage(self._link)
+        if self._staging is not None:
+            return self._stage(self._staging)
         return None if in_use else self.buffer.shard
+
+    @property
+    def copies_all(self) -> bool:
+        """Whether new model weights leave as a whole shard, also where some of them are as before."""
+        return self.master is not None and self._staging is not None
+
+    def weights_target(self) -> Tensor:
+        """Where an update that nobody computes beside is to write the new model weights, of shape ``(shard_numel,)``."""
+        return self.buffer.shard if self._staging is None else self._stage(self._staging)
 
     def publish(self) -> None:
         """After an update: the model weights' shard takes the master's new values."""
         if self.master is not None:
-            target = self.buffer.shard if self._link is None else self._stage(self._link)
+            target = self.weights_target()
             if not self.published:
-                target.copy_(self.master)
-            if self._link is not None:
-                self.buffer.arriving = self._link.upload(target, self.buffer.shard)
-                self._link.give(target, after=self.buffer.arriving)
-                self._outgoing = None
+                target.copy_(bytes_of(self.master))
+            self._published = self._sum_of_weights(target)
+            if self._staging is not None:
+                self._send(target, self._staging)
+        self.put_away()
         self.published = False
 
-    def _stage(self, link: Link) -> Tensor:
-        """Host memory for the model weights' shard on its way to the device."""
+    def _send(self, target: Tensor, staging: Link | HostPool) -> None:
+        arriving = None
+        if self.buffer.rest is not None:
+            arriving = self.buffer.rest.replace(target)
+        elif self._link is not None:
+            arriving = self.buffer.arriving = self._link.upload(target, self.buffer.shard)
+        staging.give(target, after=arriving)
+        self._outgoing = None
+
+    def _stage(self, link: Link | HostPool) -> Tensor:
+        """Host memory for the model weights' shard on its way to the device, or to where it rests."""
         if self._outgoing is None:
             self._outgoing = link.take(self.layout.shard_numel, self.dtype)
             start = 0
@@ -422,10 +500,7 @@ class Unit:
 
     def checksum(self) -> int:
         """A number that is the same on ranks that see the same bits in the unsharded parameters."""
-        # Flat buffers are whole words.
-        words = self._unsharded_views().flat.view(torch.int64).view(8, -1)
-        # Weighted by position, so that values that have changed places show as well.
-        return _weighted(words.sum(0)) + _weighted(words.sum(1)) >> 2
+        return _checksum(self._unsharded_views().flat)
 
     def checksums(self) -> list[int]:
         """The same for each parameter."""
@@ -453,14 +528,14 @@ class Unit:
     def keep_edits(self) -> None:
         """Let edits made inside a step reach the shard and, where they changed it, the master."""
         changed = self.buffer.keep_edits()
-        if changed and self.master is None:
-            for index, shard in enumerate(self.shards):  # the main shard may have moved
-                if shard is not None:
-                    shard.data = self.main[self.in_shard(index).slice()]
+        if changed and self.master is None and self.main_rest is None:
+            self._point_shards(self.main)  # it may have moved
         if self.updating:
             self.edited_meanwhile |= changed or self._versions != self._version()
-        elif self.master is not None and (changed or self.buffer.is_whole):
+        elif self.master is not None and (changed or self.buffer.is_whole) and not self._is_as_published():
             write_changes(self.buffer.shard, self.master)
+            self._published = self._sum_of_weights()
+            self.put_away()
 
     def keep_outside_edits(self) -> None:
         """Let edits made outside of a step, on all ranks, reach what steps compute with."""
@@ -471,6 +546,23 @@ class Unit:
                 self.buffer.buffer.flat.copy_(self.face.buffer.flat)
             else:
                 self.publish()
+        self.put_away()
+
+    def _sum_of_weights(self, weights: Tensor | None = None) -> int | None:
+        """A checksum of the model weights' shard; None where the master is here, and comparing with it is as cheap."""
+        if self._master_rest is None or not self.buffer.is_whole:
+            return None
+        return _checksum(self.buffer.shard if weights is None else weights)
+
+    def _is_as_published(self) -> bool:
+        return self._published is not None and self._published == self._sum_of_weights()
+
+
+def _checksum(flat: Tensor) -> int:
+    """The same for equal bits in a flat buffer or shard, which is whole words."""
+    words = flat.view(torch.int64).view(8, -1)
+    # Weighted by position, so that values that have changed places show as well.
+    return _weighted(words.sum(0)) + _weighted(words.sum(1)) >> 2
 
 
 def _weighted(numbers: Tensor) -> int:

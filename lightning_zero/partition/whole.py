@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_zero.comm import Comm
 from lightning_zero.partition.memory import BufferPool
+from lightning_zero.partition.rest import bytes_of
 from lightning_zero.partition.shards import TensorShard
 from lightning_zero.partition.unit import Unit, in_memory_order
 
@@ -25,7 +26,7 @@ class WholeTensors:
         buffer = self._pool.take(unit.layout, dtype)
         own = unit.buffer.own_slice(buffer.flat)
         for index, piece in pieces.items():
-            own[unit.in_shard(index).slice()].copy_(piece)
+            own[unit.in_shard(index).slice()].copy_(bytes_of(piece))
         self._comm.all_gather(buffer.flat, own, 2 * unit.index).wait()
         views = list(buffer.views)
         self._pool.give(unit.layout, buffer)
@@ -69,14 +70,16 @@ class WholeTensors:
                     local = unit.in_shard(i).slice()
                     value = masters[name]
                     if isinstance(value, TensorShard):
-                        saved = value.data
+                        saved = bytes_of(value.data)
                     else:
                         flat = in_memory_order(value, unit.layout.slots[i].stride)
                         saved = flat[unit.in_tensor(i).slice()]
                     saved = saved.to(unit.master)
                     fits = saved.to(unit.dtype) == unit.buffer.shard[local].to(saved.device)
                     unit.master[local] = torch.where(fits, saved, unit.master[local])
+            unit.put_away()
 
     def _of(self, unit: Unit, shard: Tensor) -> list[Tensor]:
+        shard = bytes_of(shard)
         pieces = {i: shard[unit.in_shard(i).slice()] for i in range(len(unit.tensors))}
         return self.from_shards(unit, pieces, shard.dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import estimate, estimate_memory
+from lightning_zero import OffloadConfig, estimate, estimate_memory
 from lightning_zero.estimate import optimizer_states, short_bytes, short_count
 
 P, N = 2**20, 16
@@ -197,3 +197,26 @@ def test_sizes_are_decimal(size: float, text: str) -> None:
 @pytest.mark.parametrize(("count", "text"), [(10, "10"), (834_304, "834.3K"), (7.5e9, "7.5B"), (2e12, "2T")])
 def test_counts_are_short(count: float, text: str) -> None:
     assert short_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("offload", "device", "host", "nvme"),
+    [
+        (OffloadConfig(optimizer="nvme", nvme_path="x"), 2, 2, 12),
+        (OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path="x"), 0, 2, 14),
+        (OffloadConfig(optimizer="nvme", parameters="cpu", nvme_path="x"), 0, 4, 12),
+        (OffloadConfig(parameters="nvme", nvme_path="x"), 0, 14, 2),
+    ],
+)
+def test_tiers(offload: OffloadConfig, device: int, host: int, nvme: int) -> None:
+    it = estimate_memory(P, N, 3, offload, precision="bf16-mixed")
+    assert (it.device, it.host, it.nvme) == (device * P // N, host * P // N, nvme * P // N)
+    assert it.total == 16 * P // N
+    assert "optimizer" in it.on_nvme or offload.optimizer == "cpu"
+    assert "(files)" in str(it)
+
+
+def test_on_cpus_the_parameter_shard_is_its_own_master_in_files_too() -> None:
+    tiers = OffloadConfig(optimizer="nvme", nvme_path="x")
+    assert estimate_memory(P, N, 3, tiers, backend="gloo").nvme == 8 * P // N
+    assert estimate_memory(P, N, 3, tiers, backend="nccl").nvme == 12 * P // N

@@ -1,19 +1,20 @@
 """The planner: what is cheap, what fits, why the rest does not, and what can be pasted."""
 
 import doctest
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from torch import nn
 
-from lightning_zero import ZeroStrategy, planner
+from lightning_zero import OffloadConfig, ZeroStrategy, planner
 from lightning_zero.estimate import estimate_memory
 from lightning_zero.planner import Plan, make_plan, parse_bytes
 
 GB = 1e9
 P, N = 10**9, 8
-CHEAPEST_FIRST = ["stage 1", "stage 2", "stage 1 + offload", "stage 2 + offload", "stage 3", "stage 3 + offload"]
+CHEAPEST_FIRST = ["stage 1", "stage 2", "stage 1 + offload", "stage 2 + offload", "stage 3", "stage 3 + offload", "stage 3 + all offload"]
 
 
 def plan(device: float, host: float = 1e15, **kwargs: object) -> Plan:
@@ -99,18 +100,29 @@ def test_a_small_host_keeps_offload_out() -> None:
     assert why in small.reasons
 
 
-def test_what_would_help_is_named_as_not_there() -> None:
-    text = " ".join(str(plan(0.4 * GB, nvme_space="2TB")).split())
+def test_what_would_help_is_named() -> None:
+    text = " ".join(str(plan(1 * GB)).split())
     assert "Nothing fits." in text
-    assert "Parameters that rest in host memory (OffloadConfig(parameters=...)) would take 250.00 MB off each device" in text
-    assert "on NVMe would take 12.00 GB off each node and need as much space there (this plan has 2.00 TB)" in text
-    assert text.count("not implemented yet") == 2
+    assert "files (OffloadConfig(optimizer='nvme')) would take 12.00 GB off each node and need as much space there" in text
     assert "trainer:" not in text
+
+
+def test_files_come_last() -> None:
+    """One rank's 12 GB of masters and state fit neither its device nor its host."""
+    kwargs: dict[str, Any] = {"activations": 0, "nvme_space": "13GB"}
+    assert plan(5 * GB, host=100 * GB, **kwargs).init_args == {"stage": 2}
+    alone = make_plan(P, 1, device_memory="7GB", host_memory="10GB", precision="bf16-mixed", **kwargs)
+    assert alone.init_args == {"stage": 1, "offload": OffloadConfig("nvme", None, "FOLDER")}
+    assert "optimizer: nvme\n        nvme_path: FOLDER" in alone.yaml
+    kwargs["nvme_space"] = "11GB"
+    assert "its files take 12.00 GB of the 11.00 GB of a node's NVMe" in " ".join(
+        str(make_plan(P, 1, device_memory="7GB", host_memory="10GB", precision="bf16-mixed", **kwargs)).split()
+    )
 
 
 def test_a_single_rank_has_offload_only() -> None:
     one = make_plan(P, 1, device_memory="12GB", host_memory="64GB", precision="bf16-mixed")
-    assert [option.name for option in one.options] == ["stage 1", "stage 1 + offload"]
+    assert [option.name for option in one.options] == ["stage 1", "stage 1 + offload", "stage 3 + all offload"]
     assert one.init_args == {"stage": 1, "offload": True}
 
 

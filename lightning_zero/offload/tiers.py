@@ -1,0 +1,27 @@
+"""From an OffloadConfig to where shards rest."""
+
+from lightning_zero.config import OffloadConfig
+from lightning_zero.offload.store import DeviceFiles, HostStore, Store
+from lightning_zero.partition.rest import Places, Tiers
+from lightning_zero.transfer import HostPool, Link
+
+
+def uses_files(offload: OffloadConfig | None, fitting: bool) -> bool:
+    """Whether something rests in files; evaluation has parameters only."""
+    return offload is not None and (offload.parameters == "nvme" or (fitting and offload.optimizer == "nvme"))
+
+
+def make_tiers(offload: OffloadConfig | None, rank: int, link: Link | None, fitting: bool) -> Tiers | None:
+    """None where all shards rest where they are used. Raises OSError if files cannot be made."""
+    if offload is None:
+        return None
+    store = Store(offload.nvme_path or "", rank) if uses_files(offload, fitting) else None
+    parameters: Places | None = None
+    if offload.parameters == "nvme" and store is not None:
+        parameters = store if link is None else DeviceFiles(store, link)
+    elif offload.parameters == "cpu" and link is not None:
+        parameters = HostStore(link)
+    main = store if offload.optimizer == "nvme" and fitting else None
+    if main is None and parameters is None:
+        return None
+    return Tiers(main, parameters, link or HostPool(pin_memory=False), store)

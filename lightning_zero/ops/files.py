@@ -1,0 +1,141 @@
+"""Reads and writes of files while the program goes on: on threads of the native library, or of Python without it."""
+
+import ctypes
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zero.ops._native import kernels
+
+BLOCK_BYTES = 4096
+"""Offsets, lengths and memory in multiples of this pass a file to the disk without a copy."""
+
+
+class OpenFile:
+    """A file to read and write at offsets, past the page cache where its file system can do that."""
+
+    def __init__(self, path: str) -> None:
+        """Make the file. Raises OSError."""
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._plain = self.descriptor
+        if kernels is not None and hasattr(os, "O_DIRECT"):
+            try:
+                self.descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
+            except OSError:
+                pass  # some network and memory file systems
+
+    @property
+    def is_direct(self) -> bool:
+        return self.descriptor != self._plain
+
+    def allocate(self, start: int, nbytes: int) -> None:
+        """Take the room on the disk, which then reads as zeros. Raises OSError if there is not enough."""
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._plain, start, nbytes)
+            else:
+                os.ftruncate(self._plain, start + nbytes)
+        except OSError as error:
+            free = os.statvfs(os.path.dirname(self.path))
+            raise _error(
+                error.errno, f"there is no room for {nbytes} bytes, {free.f_bavail * free.f_frsize} are free", self.path
+            ) from error
+
+    def close(self) -> None:
+        for descriptor in {self.descriptor, self._plain}:
+            os.close(descriptor)
+
+
+class FileTransfer:
+    """One range of a file on its way to or from a tensor, which it keeps alive."""
+
+    def __init__(self, file: OpenFile, what: str, tensor: Tensor, offset: int, transfer: Any) -> None:
+        self._file, self._what, self._offset = file, what, offset
+        self._tensor: Tensor | None = tensor
+        self._nbytes = tensor.nbytes
+        self._transfer = transfer
+
+    def wait(self) -> None:
+        """Return when it is done. Raises OSError with the path, and how many bytes went through, if it failed."""
+        if self._transfer is None:
+            return
+        number, done = self._transfer.wait()
+        self._transfer = self._tensor = None
+        if number or done != self._nbytes:
+            raise _error(
+                number or errno.EIO,
+                f"{self._what} {self._nbytes} bytes at offset {self._offset} ended after {done}",
+                self._file.path,
+            )
+
+    synchronize = wait
+
+
+class FileQueue:
+    """Carries out transfers on ``threads`` threads, in about the order of their coming.
+
+    On a file with direct access two writes under way may not touch the same block of BLOCK_BYTES. ``read_bytes`` and
+    ``written_bytes`` count what was asked for.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._queue: Any = _PythonQueue(threads) if kernels is None else kernels.FileQueue(threads)
+        self.read_bytes = self.written_bytes = 0
+
+    def read(self, file: OpenFile, offset: int, into: Tensor) -> FileTransfer:
+        """Start filling a contiguous CPU tensor from ``offset`` on."""
+        self.read_bytes += into.nbytes
+        return self._submit(file, False, into, offset)
+
+    def write(self, file: OpenFile, offset: int, values: Tensor) -> FileTransfer:
+        """Start writing a contiguous CPU tensor, which must not change meanwhile, to ``offset``."""
+        self.written_bytes += values.nbytes
+        return self._submit(file, True, values, offset)
+
+    def _submit(self, file: OpenFile, write: bool, tensor: Tensor, offset: int) -> FileTransfer:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise AssertionError(f"files take contiguous CPU tensors, not {tensor.device} with strides {tensor.stride()}")
+        align = BLOCK_BYTES if file.is_direct else 1
+        transfer = self._queue.submit(file.descriptor, write, tensor.data_ptr(), tensor.nbytes, offset, align)
+        return FileTransfer(file, "writing" if write else "reading", tensor, offset, transfer)
+
+
+class _PythonQueue:
+    """The native queue's twin, through the page cache."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "lightning_zero-file")
+
+    def submit(self, file: int, write: bool, buffer: int, nbytes: int, offset: int, align: int) -> "_PythonTransfer":
+        return _PythonTransfer(self._pool.submit(_move, file, write, buffer, nbytes, offset))
+
+
+class _PythonTransfer:
+    def __init__(self, future: Any) -> None:
+        self._future = future
+
+    def wait(self) -> tuple[int, int]:
+        return self._future.result()
+
+
+def _move(file: int, write: bool, buffer: int, nbytes: int, offset: int) -> tuple[int, int]:
+    memory, done = memoryview((ctypes.c_char * nbytes).from_address(buffer)).cast("B"), 0
+    while done < nbytes:
+        try:
+            part = memory[done:]
+            now = os.pwrite(file, part, offset + done) if write else os.preadv(file, [part], offset + done)
+        except OSError as error:
+            return error.errno or errno.EIO, done
+        if now == 0:
+            break
+        done += now
+    return 0, done
+
+
+def _error(number: int | None, what: str, path: str) -> OSError:
+    number = number or errno.EIO
+    return OSError(number, f"{os.strerror(number)}: {what}", path)
