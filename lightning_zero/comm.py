@@ -290,6 +290,11 @@ class Comm:
         tensor = self.all_reduce(tensor, op)
         return tensor if self.model is None else self.model.all_reduce(tensor, op)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the data-parallel ranks, from which the others take what they begin with."""
+        return self.world_size == 1 or self.rank == self.topology.members[0]
+
     def over_model(self, value: int) -> int:
         """The largest value of this rank's model-parallel group."""
         return value if self.model is None else int(self.model.all_reduce(torch.tensor(value), "max"))

@@ -289,7 +289,7 @@ class Deferred:
                 with self.recording(), torch.no_grad():
                     reset()
         with comm.failing_together("give values to what is on the meta device"):
-            if comm.topology.rank == 0:
+            if comm.is_first:
                 self._check(module)
             buffers: dict[int, Tensor] = {}  # shared ones stay shared
             for submodule in module.modules():

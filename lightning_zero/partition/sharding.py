@@ -93,7 +93,7 @@ def _first_values(plan: Plan, comm: Comm, source: Source) -> FlatViews:
         torch.inference_mode(False),
         torch.no_grad(),
     ):
-        if comm.topology.rank == 0:
+        if comm.is_first:
             for view, (_, parameter) in zip(flat.views, plan.pairs, strict=True):
                 view.copy_(source(parameter))
     comm.broadcast([flat.flat.view(torch.uint8)], counted=False)
