@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.ops import AdamOptions, adam_step_
+from lightning_zero.partition.handle import Sharded
 
 
 class CPUAdam(Optimizer):
@@ -71,6 +72,8 @@ class CPUAdam(Optimizer):
         first = sum(len(other["params"]) for other in others)
         names: Iterable[str] = group.get("param_names") or ("",) * len(group["params"])
         for index, (param, name) in enumerate(zip(group["params"], names), first):
+            if isinstance(param, Sharded):
+                continue  # ZeroStrategy updates its shard, which is in host memory and of fp32 where it offloads
             label = f"parameter {index}" + (f" ({name})" if name else "")
             if param.layout != torch.strided or param.device.type != "cpu":
                 raise ValueError(

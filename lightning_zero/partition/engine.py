@@ -62,12 +62,9 @@ class ZeroEngine:
         self._handles: list[RemovableHandle] = []
         self._bindings: list[OptimizerBinding] = []
         self._outside = OutsideReads(comm)
-        self._in_step = False
-        self._backward_open = False
+        self._in_step = self._backward_open = self._accumulates = False
         self._phase_reduces = True
-        self._accumulates = False
-        self._phase = 0
-        self._kind = ""
+        self._kind, self._phase = "", 0
         self.state_form = StateForm.WHOLE
         self._updater = updater
         self._link = None if updater is None else updater.link
@@ -79,7 +76,7 @@ class ZeroEngine:
         self.optimizers: list[Optimizer] = []
         self._states_counted = 0
         optimizers = list(optimizers)
-        needed = comm.is_shared or tiers is not None or self._needs_master()
+        needed = comm.is_shared or tiers is not None or any(config.dtypes.master_dtype(p) for p in module.parameters())
         asked = os.environ.get(ALWAYS_RELEASE_VARIABLE, "0") not in ("", "0")
         if can_shard(module, optimizers, config.residence.whole_parameters, needed) and (needed or asked):
             self._make_units(source, progress)
@@ -128,9 +125,6 @@ class ZeroEngine:
         return self._comm.received_share
 
     # -- set-up ------------------------------------------------------------------------------------------------------
-
-    def _needs_master(self) -> bool:
-        return any(self.config.dtypes.master_dtype(p) for p in self.module.parameters())
 
     def _make_units(self, source: Source, progress: Progress) -> None:
         whole, config = self.config.residence.whole_parameters, self.config
@@ -334,7 +328,7 @@ class ZeroEngine:
         self.unshard(unit)
 
     def post_forward(self, unit: Unit, module: nn.Module) -> None:
-        if not self._shards_parameters or not self._schedule.active or _in_backward():
+        if not self._shards_parameters or not self._schedule.active or hooks.in_backward():
             return
         unit.finished_modules.add(module)
         if len(unit.finished_modules) >= len(unit.modules) and not self._schedule.keeps(unit):
@@ -372,7 +366,7 @@ class ZeroEngine:
             self._schedule.want(unit)
             self._saved.watch(unit)
             unit.finished_modules.clear()
-            unit.unsharded_in_backward = _in_backward()
+            unit.unsharded_in_backward = hooks.in_backward()
             return
         self.drain()
         if unit.face.state is State.UNSHARDED:
@@ -558,11 +552,8 @@ class ZeroEngine:
         """
         self._count_optimizer_state()
         if not self.units:
-            parameters = list(self.module.parameters())
-            self.ledger.set("parameters", sum(p.nbytes for p in parameters))
-            self.ledger.set("gradients", sum(p.grad.nbytes for p in parameters if p.grad is not None))
-        ledger = self.ledger
-        return {"now": dict(ledger.now), "peak": dict(ledger.peak), "peak_total": ledger.peak_total}
+            self.ledger.look_at(list(self.module.parameters()))
+        return self.ledger.as_dict()
 
     def _count_optimizer_state(self) -> None:
         self._states_counted = sum(len(o.state) for o in self.optimizers)
@@ -606,7 +597,3 @@ class ZeroEngine:
             self._comm.close()
             if self._updater is not None:
                 self._updater.close()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -92,7 +92,7 @@ def _watch_inputs(unit: Unit, listener: Listener, args: Any, kwargs: Any) -> Non
     A forward inside backward is a recompute. If the original forward ran with gradients on (non-reentrant recompute) its
     inputs are being watched already and those of the recompute belong to a graph that is never run.
     """
-    if unit.pending_backward and torch._C._current_graph_task_id() != -1:
+    if unit.pending_backward and in_backward():
         return
 
     def done(grad: Tensor) -> None:
@@ -219,3 +219,8 @@ class SavedTensors:
         if buffer is None:
             raise AssertionError(f"{saved.unit} has no bytes after unsharding")
         return buffer.flat.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work on this thread: a forward is then a recompute."""
+    return torch._C._current_graph_task_id() != -1

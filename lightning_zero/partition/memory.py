@@ -3,9 +3,10 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.partition.layout import FlatLayout
 
@@ -39,6 +40,14 @@ class Ledger:
 
     def set(self, kind: str, nbytes: int) -> None:
         self.add(kind, nbytes - self.now[kind])
+
+    def look_at(self, parameters: list[nn.Parameter]) -> None:
+        """Count parameters, and their gradients, that nobody keeps account of."""
+        self.set("parameters", sum(p.nbytes for p in parameters))
+        self.set("gradients", sum(p.grad.nbytes for p in parameters if p.grad is not None))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"now": dict(self.now), "peak": dict(self.peak), "peak_total": self.peak_total}
 
 
 @dataclass

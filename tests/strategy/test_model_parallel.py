@@ -140,7 +140,7 @@ def reference(optimizer: str) -> dict[str, dict[str, Any]]:
     found = {}
     for name, kwargs in VARIANTS.items():
         # In the order in which two ranks take them.
-        found[name] = fit(Net(None, optimizer), PlainStrategy(), 4, **kwargs)
+        found[name] = fit(Net(None, optimizer), PlainStrategy(), 4, use_distributed_sampler=True, **kwargs)
     return found
 
 

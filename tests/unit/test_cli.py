@@ -149,7 +149,7 @@ def test_plan_prints_a_table_reasons_and_yaml(capsys: pytest.CaptureFixture[str]
     assert rows(text)["stage 1"] == ["29.53", "0", "31.41", "0", "no"]
     assert "stage 2 fits and leaves 15.26 GB on each device for everything else." in text
     assert text.endswith("class_path: lightning_zero.ZeroStrategy\n    init_args:\n      stage: 2\n")
-    assert cli.main([*big, "--device-memory", "16GB"]) == 1
+    assert cli.main([*big, "--device-memory", "100MB"]) == 1
     assert "Nothing fits." in capsys.readouterr().out
 
 

@@ -78,7 +78,9 @@ def test_devices_of_all_sizes() -> None:
     assert plan(3 * GB).init_args == {"stage": 2, "offload": True}
     # Less than the 4 of the whole module in 32 bit: it is brought there unit by unit.
     assert plan(0.5 * GB).init_args == {"stage": 3, "offload": True}
-    refused = plan(0.4 * GB)
+    # And the 0.25 GB of parameters rest on the host.
+    assert plan(0.4 * GB).init_args == {"stage": 3, "offload": OffloadConfig(parameters="cpu")}
+    refused = plan(0.1 * GB)
     assert refused.chosen is None
     with pytest.raises(RuntimeError, match="No configuration fits"):
         refused.yaml  # noqa: B018
@@ -101,7 +103,7 @@ def test_a_small_host_keeps_offload_out() -> None:
 
 
 def test_what_would_help_is_named() -> None:
-    text = " ".join(str(plan(1 * GB)).split())
+    text = " ".join(str(plan(0.1 * GB)).split())
     assert "Nothing fits." in text
     assert "files (OffloadConfig(optimizer='nvme')) would take 12.00 GB off each node and need as much space there" in text
     assert "trainer:" not in text
