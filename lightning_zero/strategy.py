@@ -421,11 +421,27 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
+        self._stop_together()
+
+    @override
+    def on_validation_start(self) -> None:  # of a sanity check too
+        super().on_validation_start()
+        self._stop_together()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._stop_together()
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._stop_together()
+
+    def _stop_together(self) -> None:
         if self.engine is not None and self.engine.units and self.world_size > 1:
             stop_together(self._trainer, self.engine)
-
-    # Before it there may be a sanity check.
-    on_validation_start = on_test_start = on_predict_start = on_train_start
 
     # -- the user's side ---------------------------------------------------------------------------------------------
 

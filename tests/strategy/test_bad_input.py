@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero import ZeroStrategy
 from lightning_zero.migration import ADVICE
 from tests.harness import make_trainer, run
 from tests.parity import STAGES, RandomData, all_stages, assert_same, rank, trained
@@ -85,12 +85,6 @@ def test_subclasses_may_have_arguments_of_their_own() -> None:
     assert Own(find_unused_parameters=True, stage=3).config.stage == 3
     with pytest.raises(TypeError, match="Own does not take static_graph"):
         Own(find_unused_parameters=True, static_graph=True)
-
-
-@pytest.mark.parametrize("option", [{"optimizer": "nvme"}, {"parameters": "cpu"}, {"nvme_path": "swap"}])
-def test_options_that_are_to_come_name_themselves(option: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match="parameters, 'nvme' and nvme_path are not implemented yet"):
-        OffloadConfig(**option)
 
 
 class ForeignPrecision:
