@@ -803,8 +803,8 @@ def test_command_line_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         args=["fit", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=zero_3", "--trainer.logger=false",
               "--trainer.max_steps=2", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"],
     )  # fmt: skip
-    torch.distributed.destroy_process_group()
     assert cli.trainer.global_step == 2
+    assert not torch.distributed.is_initialized()  # one rank needs none
 
 
 class Loading(Net):
