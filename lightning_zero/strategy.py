@@ -420,28 +420,12 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             yield
 
     @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._stop_together()
-
-    @override
-    def on_validation_start(self) -> None:  # of a sanity check too
-        super().on_validation_start()
-        self._stop_together()
-
-    @override
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._stop_together()
-
-    @override
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._stop_together()
-
-    def _stop_together(self) -> None:
-        if self.engine is not None and self.engine.units and self.world_size > 1:
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # The Trainer's first one after it has registered its handlers, before anything runs.
+        name = kwargs.get("name", args[0] if args else None)
+        if name == "run-stage" and self.engine is not None and self.engine.units and self.world_size > 1:
             stop_together(self._trainer, self.engine)
+        super().barrier(*args, **kwargs)
 
     # -- the user's side ---------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,12 +105,12 @@ class Range:
             [(self.wanted, self.seconds), *_] = run(2, train, folder, setting, None)
             self.left = set(os.listdir(folder))
 
-    def fire(self, seed: int, shots: int) -> Report:
+    def fire(self, seed: int, shots: int, signals: Sequence[signal.Signals] = SIGNALS) -> Report:
         """``shots`` at one run, each at an attempt to go on; then the run is left alone, to end as if nothing had been."""
         draw, report = random.Random(seed), Report()
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(shots):
-                shot = Shot(draw.randrange(2), draw.uniform(0.0, self.seconds), draw.choice(SIGNALS))
+                shot = Shot(draw.randrange(2), draw.uniform(0.0, self.seconds), draw.choice(signals))
                 try:
                     run(2, train, folder, self.setting, shot)
                 except WorldError as error:
