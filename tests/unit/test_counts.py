@@ -6,7 +6,6 @@ its gathers is known; then one step is counted.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,6 +21,8 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.topology import make_topology
 from tests.harness import fake_world
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PACKAGE = str(Path(lightning_zero.__file__).parent)
 WIDTH, WORLD = 16, 64
@@ -94,14 +95,6 @@ def count(stage: int, blocks: int, parameters: int = 4, world: int = WORLD, grou
 def shard_bytes(parameters: int, shards: int) -> int:
     """Of one unit; a shard is a whole number of 64 bytes."""
     return -(-parameters * WIDTH**2 // shards // 16) * 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("group", [None, 8])

@@ -3,7 +3,6 @@
 The collectives of the fake process group leave data as it is, so only counts and sizes mean anything here.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -20,17 +19,11 @@ from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.topology import make_topology
 from tests.harness import fake_world
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH, DEPTH = 768, 15
 UNIT_BYTES = 32 * 2**20
 WORLDS = [(0, 64), (63, 64), (0, 1024), (517, 1024)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
