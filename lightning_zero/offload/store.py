@@ -45,7 +45,13 @@ class Store:
         """Taken on the disk."""
         self._files: dict[str, OpenFile] = {}
         self._ends: dict[str, int] = {}
-        os.makedirs(path, exist_ok=True)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"OffloadConfig(nvme_path={os.fspath(path)!r}) cannot be made ({error.strerror}): name a folder that can be written",
+            ) from error
         with _alone(os.fspath(path)):
             remove_leftovers(path)
             self.folder, lock = _make_folder(os.path.abspath(path), rank)
