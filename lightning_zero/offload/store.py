@@ -50,7 +50,8 @@ class Store:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"OffloadConfig(nvme_path={os.fspath(path)!r}) cannot be made ({error.strerror}): name a folder that can be written",
+                f"OffloadConfig(nvme_path=...) cannot be made ({error.strerror}): name a folder that can be written",
+                os.fspath(path),
             ) from error
         with _alone(os.fspath(path)):
             remove_leftovers(path)

@@ -51,8 +51,9 @@ def messages() -> Iterator[tuple[str, str]]:
             name = ast.unparse(node.func)
             error = isinstance(getattr(builtins, name, None), type) and name.endswith("Error")
             if (error and name != "AssertionError") or name.split(".")[-1] in ("warn", "rank_zero_warn"):
-                text = words(template(node.args[0]))
-                if text.strip(HOLE + " "):
+                # An OSError's number comes before its text.
+                text = next((text for arg in node.args if pieces(text := words(template(arg)), HOLE)), "")
+                if text:
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", text
 
 
