@@ -116,6 +116,7 @@ def two_alive(path: str) -> list[list[str]]:
             here.place("a", 10, torch.float32)
         dist.barrier()
     seen.append(folders(path))
+    dist.barrier()
     if dist.get_rank() == 1:
         store.remove_leftovers(path)
         seen.append(folders(path))
