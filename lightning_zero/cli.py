@@ -5,8 +5,6 @@ import os
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from torch import nn
 
 from lightning_zero import doctor
@@ -14,6 +12,7 @@ from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.estimate import KINDS, SIZES, MemoryEstimate, estimate_memory, ranks_text, short_count
 from lightning_zero.meta import build_from_config, build_on_meta
 from lightning_zero.planner import make_plan
+from lightning_zero.progress import LateBar
 from lightning_zero.tables import ByteUnit, new_table, render
 
 _LETTERS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -118,19 +117,9 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _consolidate(folder: str, file: str) -> None:
-    columns = (TextColumn(file), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Bar(*columns, console=Console(stderr=True))
-    task = bar.add_task("")
-
-    def show(done: int, total: int) -> None:
-        bar.start()  # does so once, and not before there is something to show: an error may come first
-        bar.update(task, completed=done, total=total)
-
-    try:
-        consolidate(folder, file, show)
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+    # Its name alone: a long path would leave no room for the bar.
+    with LateBar(os.path.basename(file), after=0) as bar:
+        consolidate(folder, file, bar)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -28,4 +28,5 @@ class LateBar:
             self._bar.start()
 
     def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        if self._bar.live.is_started:  # or it would print an empty line
+            self._bar.stop()

@@ -45,7 +45,9 @@ _GRACE = 1.0
 _EXIT_TIMEOUT = 10.0
 
 # What most tests import: once in the server instead of in every rank, where it is a third of a second of half a second.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "lightning.pytorch.demos.boring_classes", "pytest", "lightning_zero"]
+_PRELOAD = [
+    "torch", "torch.distributed.fsdp", "lightning.pytorch.demos.boring_classes", "pytest", "lightning_zero", "tests.forked",
+]  # fmt: skip
 _FORKSERVER = get_context("forkserver")
 _started_worlds: list[int] = []
 
