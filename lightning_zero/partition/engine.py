@@ -56,7 +56,7 @@ class ZeroEngine:
         self.ledger = Ledger()
         self.units: list[Unit] = []
         self._comm = comm
-        self._pool = BufferPool(comm.device, self.ledger, capacity=config.prefetch + 2)
+        self._pool = BufferPool(comm.device, self.ledger, capacity=config.prefetch + 4)
         self._where: dict[int, tuple[Unit, int]] = {}
         self._gradients: dict[int, UnitGradients] = {}
         self._handles: list[RemovableHandle] = []

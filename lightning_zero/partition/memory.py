@@ -59,9 +59,8 @@ class FlatViews:
     cdata: int
     """Address of the storage object: tells whether a tensor lies in this buffer."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.flat.numel() * self.flat.element_size()
+    def __post_init__(self) -> None:
+        self.nbytes = self.flat.nbytes
 
     def is_shared(self) -> bool:
         """Whether anybody else still holds a view, so that the bytes must not be written again."""
@@ -74,37 +73,47 @@ class BufferPool:
     """A few unsharded buffers, reused by units of the same layout.
 
     Reuse saves page faults and the making of views. A buffer that somebody still looks into is never reused, it is
-    dropped by reference and lives as long as its last view. Idle buffers are kept as far as they have together no more
-    bytes than ``capacity`` of the largest buffer seen, so that small units do not crowd out large ones.
+    dropped by reference and lives as long as its last view. Idle buffers are kept as far as all buffers together have no
+    more bytes than were once in use at the same time, and the idle ones no more than ``capacity`` of the largest seen: a
+    user who reads the whole module between steps does not leave it here.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, capacity: int) -> None:
         self.ledger = ledger
         self._device = device
         self._capacity = capacity
-        self._largest = 0
+        self._largest = self._in_use = self._most_in_use = 0
         self._idle: list[tuple[FlatLayout, FlatViews]] = []
 
     def take(self, layout: FlatLayout, dtype: torch.dtype) -> FlatViews:
         """A buffer of undefined content, but for its padding, which is zero."""
+        buffer = self._take_idle(layout, dtype)
+        if buffer is None:
+            buffer = allocate(layout, dtype, self._device)
+            self.ledger.add("buffers", buffer.nbytes)
+        self._in_use += buffer.nbytes
+        self._most_in_use = max(self._most_in_use, self._in_use)
+        return buffer
+
+    def _take_idle(self, layout: FlatLayout, dtype: torch.dtype) -> FlatViews | None:
         for index, (idle_layout, buffer) in enumerate(self._idle):
             if idle_layout is layout and buffer.flat.dtype == dtype:
                 del self._idle[index]
                 self.ledger.add_idle(-buffer.nbytes)
                 return buffer
-        buffer = allocate(layout, dtype, self._device)
-        self.ledger.add("buffers", buffer.nbytes)
-        return buffer
+        return None
 
     def give(self, layout: FlatLayout, buffer: FlatViews) -> None:
         """Take back a buffer that its user is done with."""
+        self._in_use -= buffer.nbytes
         if buffer.is_shared():
             self.ledger.add("buffers", -buffer.nbytes)
             return
         self._idle.append((layout, buffer))
         self.ledger.add_idle(buffer.nbytes)
         self._largest = max(self._largest, buffer.nbytes)
-        while sum(idle.nbytes for _, idle in self._idle) > self._capacity * self._largest:
+        most = min(self._capacity * self._largest, self._most_in_use - self._in_use)
+        while self.ledger.idle > most:
             self._drop(0)
 
     def clear(self) -> None:

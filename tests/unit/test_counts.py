@@ -118,7 +118,7 @@ def test_collectives_of_a_step(stage: int, group: int | None) -> None:
 
 # Python functions of this package that a step calls, at most: anyway, for each unit, for each parameter. A twentieth more
 # than were counted when this was written; whoever makes them fewer may lower the numbers.
-FUNCTIONS = {1: (65, 98, 14), 2: (71, 115, 14), 3: (78, 183, 25)}
+FUNCTIONS = {1: (65, 98, 14), 2: (71, 115, 14), 3: (40, 174, 24)}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -137,7 +137,6 @@ def test_python_functions_of_a_step(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_allocations_of_a_step(stage: int) -> None:
     # In use at once at stage 3 are two units, the one at hand and the next, and the gradients of three, one that collects
-    # and two that are on their way. Three buffers are kept in between, so two are made again. At stage 2 the gradients'
-    # three are all there is, and at stage 1 they stay where they are.
-    assert count(stage, 6).functions["allocate"] == {1: 0, 2: 0, 3: 2 + 3 - 3}[stage]
-    assert count(stage, 18).functions["allocate"] == {1: 0, 2: 0, 3: 2}[stage]
+    # and two that are on their way: buffers that the next step takes again.
+    for blocks in (6, 18):
+        assert count(stage, blocks).functions["allocate"] == 0
