@@ -166,8 +166,10 @@ def load_optimizers(
     for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         if isinstance(state, SavedOptimizer):
             state = state.read(optimizer, module, engine)
+        # Before loading, which adds to the defaults.
+        settings = [set(optimizer.defaults) & set(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
-        _check_settings(optimizer, index)
+        _check_settings(optimizer, index, settings)
         if engine is None or engine.binding(optimizer) is None:
             _optimizer_to_device(optimizer, device)
     masters = checkpoint.get(OWN_KEY, {}).get("masters", {})
@@ -175,10 +177,10 @@ def load_optimizers(
         engine.whole.load_masters(masters.read(engine) if isinstance(masters, SavedMasters) else masters)
 
 
-def _check_settings(optimizer: Optimizer, index: int) -> None:
+def _check_settings(optimizer: Optimizer, index: int, settings: list[set[str]]) -> None:
     """Raise ValueError if the settings it has loaded are those of another class of optimizer."""
-    for group in optimizer.param_groups:
-        missing = sorted(set(optimizer.defaults) - set(group))
+    for group, wanted in zip(optimizer.param_groups, settings, strict=True):
+        missing = sorted(wanted - set(group))
         if missing:
             raise ValueError(
                 f"The checkpoint does not fit optimizer {index}, {type(optimizer).__qualname__}: its param groups have no"

@@ -125,6 +125,19 @@ def test_what_cannot_be_sharded_is_trained_as_it_is(tmp_path: Path, kind: str) -
     assert_same_weights(trainer.lightning_module, reference.lightning_module)
 
 
+@pytest.mark.parametrize("kind", ["line search", "factored"])
+def test_what_is_trained_as_it_is_resumes(tmp_path: Path, kind: str) -> None:
+    make = partial(Net, NOT_SHARDED[kind])
+    fitted(tmp_path, ZeroStrategy(stage=3), make).save_checkpoint(tmp_path / "last.ckpt")
+    modules = [make(), make()]
+    for module, strategy in zip(modules, (SingleDeviceStrategy(), ZeroStrategy(stage=3)), strict=True):
+        torch.manual_seed(6)
+        trainer = make_alone(tmp_path, strategy, max_epochs=3)
+        trainer.fit(module, DataLoader(DATA, batch_size=2), ckpt_path=tmp_path / "last.ckpt")
+        assert trainer.global_step == 12
+    assert_same_weights(modules[1], modules[0])
+
+
 class CountsSteps(torch.optim.SGD):
     steps = 0
 
