@@ -10,6 +10,7 @@ import math
 import sysconfig
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
+
+from lightning_zero.ops import fused_cross_entropy, fused_linear_cross_entropy
 
 # Tokens are bytes: any text can be encoded, and there is no tokenizer to train or download.
 VOCABULARY = 256
@@ -117,6 +120,8 @@ class GPT(LightningModule):
         learning_rate: float = 4e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 30,
+        vocabulary: int = VOCABULARY,
+        loss: Literal["torch", "fused", "chunked"] = "torch",
     ) -> None:
         """Build the model.
 
@@ -128,24 +133,29 @@ class GPT(LightningModule):
             learning_rate: Peak learning rate of AdamW.
             weight_decay: Decay of matrices; vectors are not decayed.
             warmup_steps: Steps of linear warm-up, before the cosine decay to the end of training.
+            vocabulary: Different tokens; the text here has those of VOCABULARY.
+            loss: How cross-entropy is computed: by torch, over the buffer of the logits, or without ever having them whole.
         """
         super().__init__()
         self.save_hyperparameters()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.zeros(context, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self.train_loss = MeanMetric()
         self.val_loss = MeanMetric()
         self._initialise(depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self._hidden(tokens))
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
         loss = self._loss(batch)
@@ -180,6 +190,10 @@ class GPT(LightningModule):
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
+        if self.hparams.loss == "chunked":
+            return fused_linear_cross_entropy(self._hidden(tokens), self.head.weight, targets)
+        if self.hparams.loss == "fused":
+            return fused_cross_entropy(self(tokens), targets, inplace=True)
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
     def _schedule(self, step: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
 from lightning_zero import ZeroStrategy, cli, migration
@@ -211,6 +212,21 @@ def test_yaml_blocks_build_the_strategy() -> None:
             ZeroStrategy(**strategy["init_args"])
             built += 1
     assert built
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_name_arguments_that_there_are(path: Path) -> None:
+    text = path.read_text()
+    command = re.search(r"^#   python (examples/\w+\.py) fit --config (\S+)$", text, re.MULTILINE)
+    assert command is not None
+    assert (ROOT / command[1]).exists()
+    assert ROOT / command[2] == path
+    config = yaml.safe_load(text)
+    ZeroStrategy(**config["trainer"].pop("strategy")["init_args"])
+    assert set(config["trainer"]) <= set(inspect.signature(Trainer).parameters)
+    source = (ROOT / command[1]).read_text()
+    for name in config.get("model", {}):
+        assert re.search(rf"^        {name}: .* = ", source, re.MULTILINE), name
 
 
 def test_links_lead_somewhere() -> None:
