@@ -242,10 +242,9 @@ def estimate_engine(
     crosses = host is not None and host.type != engine.units[0].buffer.shard.device.type
     on_host: tuple[str, ...] = ()
     on_nvme: tuple[str, ...] = ()
-    if stage and (crosses or tiers is not None):
-        in_files = tiers is not None and tiers.main is not None
-        rests = None if stage < 3 or tiers is None or tiers.parameters is None else "cpu" if tiers.files is None else "nvme"
-        on_host, on_nvme = _places(stage, in_files, rests)
+    if stage:
+        rests = None if stage < 3 or tiers.parameters is None else "cpu" if tiers.files is None else "nvme"
+        on_host, on_nvme = _places(stage, tiers.main is not None, rests)
     states = optimizer_states(engine.optimizers)
     topology = make_topology(0, world_size, engine.units[0].layout.num_shards)
     return _estimate(parts, topology, stage, precision, states, buffers, on_host if crosses else (), on_nvme)

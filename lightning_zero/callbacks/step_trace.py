@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from lightning_zero.callbacks.measurements import BUFFERS, OTHER
 from lightning_zero.estimate import KINDS
+from lightning_zero.partition.buffer import State
 from lightning_zero.partition.engine import ZeroEngine
-from lightning_zero.partition.unit import State, Unit
+from lightning_zero.partition.unit import Unit
 
 IDLE = "idle"
 """Of the buffers: those that wait for their next use."""

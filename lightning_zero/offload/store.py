@@ -40,6 +40,7 @@ class Store:
     def __init__(self, path: str | os.PathLike, rank: int) -> None:
         if fcntl is None:
             raise NotImplementedError("OffloadConfig(optimizer='nvme') and parameters='nvme' need file locks, which Windows lacks.")
+        self._path, self._rank = os.path.abspath(path), rank
         self.queue = FileQueue(_THREADS)
         self.nbytes = 0
         """Taken on the disk."""
@@ -72,6 +73,14 @@ class Store:
         self.nbytes += nbytes
         return place
 
+    def drop(self, name: str) -> None:
+        """Give up the file ``name``, if there is one, and all its room."""
+        if name in self._files:
+            file = self._files.pop(name)
+            os.unlink(file.path)
+            file.close()
+            self.nbytes -= self._ends.pop(name)
+
     @property
     def is_direct(self) -> bool:
         """Whether the page cache is passed by, as far as files have been made."""
@@ -80,6 +89,10 @@ class Store:
     def close(self) -> None:
         """Remove the names. What has a place can still be read and written."""
         self._remove()
+
+    def open(self) -> "Store":
+        """Itself, or another one in the same place if this one is closed."""
+        return self if self._remove.alive else Store(self._path, self._rank)
 
     def __del__(self) -> None:
         for file in self.__dict__.get("_files", {}).values():

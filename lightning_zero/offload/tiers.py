@@ -1,8 +1,9 @@
 """From an OffloadConfig to where shards rest."""
 
 from lightning_zero.config import OffloadConfig
+from lightning_zero.offload.mapped import MappedTensors
 from lightning_zero.offload.store import DeviceFiles, HostStore, Store
-from lightning_zero.partition.rest import Places, Tiers
+from lightning_zero.partition.rest import Places, PlainMemory, Tiers
 from lightning_zero.transfer import HostPool, Link
 
 
@@ -24,4 +25,5 @@ def make_tiers(offload: OffloadConfig | None, rank: int, link: Link | None, fitt
     main = store if offload.optimizer == "nvme" and fitting else None
     if main is None and parameters is None:
         return None
-    return Tiers(main, parameters, link or HostPool(pin_memory=False), store)
+    whole = PlainMemory() if store is None or offload.parameters != "nvme" else MappedTensors(store)
+    return Tiers(main, parameters, link or HostPool(pin_memory=False), store, whole)

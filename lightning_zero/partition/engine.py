@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.comm import Comm, fingerprint
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition import hooks
+from lightning_zero.partition.buffer import ShardedBuffer, State
 from lightning_zero.partition.clipping import GradientShards
 from lightning_zero.partition.elementwise import check_supported, state_bytes
 from lightning_zero.partition.gradients import GradientSync, UnitGradients, gradient_dtypes
@@ -25,7 +26,7 @@ from lightning_zero.partition.rest import Tiers
 from lightning_zero.partition.schedule import Schedule
 from lightning_zero.partition.sharding import Progress, Source, first_values, own_values, plan_units
 from lightning_zero.partition.shards import LocalShards
-from lightning_zero.partition.unit import ShardedBuffer, State, Unit
+from lightning_zero.partition.unit import Unit
 from lightning_zero.partition.whole import WholeTensors
 
 ALWAYS_RELEASE_VARIABLE = "LIGHTNING_ZERO_ALWAYS_RELEASE"
@@ -68,7 +69,7 @@ class ZeroEngine:
         self.state_form = StateForm.WHOLE
         self._updater = updater
         self._link = None if updater is None else updater.link
-        self.tiers = tiers
+        self.tiers = tiers or Tiers()
         self.closed = False
         self.stop_wanted = False
         """Set at any time, on any rank: ``on_stop`` is then called on all ranks in the same backward."""
@@ -81,7 +82,7 @@ class ZeroEngine:
         if can_shard(module, optimizers, config.residence.whole_parameters, needed) and (needed or asked):
             self._make_units(source, progress)
         self._shards_parameters = bool(self.units) and not config.residence.whole_parameters
-        self.whole = WholeTensors(self.units, comm, self._pool)
+        self.whole = WholeTensors(self.units, comm, self._pool, self.tiers.whole)
         self.shards = LocalShards(self.units)
         self._schedule = Schedule(self.units, comm, config.prefetch, config.read_timeout)
         self._saved = hooks.SavedTensors(self, keeper)
@@ -108,8 +109,7 @@ class ZeroEngine:
 
     def _making_files(self) -> AbstractContextManager:
         """Around what takes room in files, of which one rank may have too little."""
-        uses_files = self.tiers is not None and self.tiers.files is not None
-        return self._comm.failing_together("make its files") if uses_files else nullcontext()
+        return self._comm.failing_together("make its files") if self.tiers.files is not None else nullcontext()
 
     @property
     def rank(self) -> int:
@@ -146,9 +146,10 @@ class ZeroEngine:
 
     def _release(self) -> None:
         """Make the module whole and plain, in host memory, one unit at a time."""
+        self.tiers.whole.release()
         for unit in self.units:
             unit.face.unshard()
-            unit.face.release()
+            unit.face.release(self.tiers.whole)
 
     def _make_sync(self) -> GradientSync:
         """Gradients for the units that have something to train; called again when there is more of it."""

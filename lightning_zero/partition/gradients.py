@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition import handle
+from lightning_zero.partition.buffer import ShardedBuffer, State, in_memory_order, write_changes
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
-from lightning_zero.partition.unit import ShardedBuffer, State, Unit, in_memory_order, write_changes
+from lightning_zero.partition.unit import Unit
 from lightning_zero.transfer import Link, Transfer
 from lightning_zero.work import Work
 

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.partition.buffer import in_memory_order
 from lightning_zero.partition.elementwise import copy_value, is_moment, probe
 from lightning_zero.partition.gradients import UnitGradients
 from lightning_zero.partition.rest import Rested
 from lightning_zero.partition.shards import LocalShards, TensorShard
-from lightning_zero.partition.unit import Unit, in_memory_order
+from lightning_zero.partition.unit import Unit
 from lightning_zero.partition.whole import WholeTensors
 from lightning_zero.transfer import Link
 
@@ -460,7 +461,7 @@ class OptimizerBinding:
             tensors = self._host.whole.from_shards(unit, pieces, dtype)
             if keep:
                 for i, where in zip(indices, located, strict=True):
-                    known[i][name] = tensors[where[2]].clone().contiguous()  # type: ignore[index]
+                    known[i][name] = self._host.whole.copy(tensors[where[2]]).contiguous()  # type: ignore[index]
         return dict(sorted(known.items())) if keep else {}
 
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter | None:

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 from lightning_zero.comm import Comm, fingerprint
+from lightning_zero.partition.buffer import ShardedBuffer
 from lightning_zero.partition.gradients import UnitGradients
-from lightning_zero.partition.unit import ShardedBuffer, Unit
+from lightning_zero.partition.unit import Unit
 
 
 class OutsideReads:

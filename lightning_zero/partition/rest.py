@@ -7,7 +7,7 @@ that: it stages bytes ahead of their use, brings and puts them away at named poi
 :func:`bytes_of`, which leaves a handle what it is. So the accesses by handle are those of users.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,32 @@ class Places(Protocol):
         """Room that is called ``name``, as other room may be. Raises OSError if there is none."""
 
 
+class WholePlaces(Protocol):
+    """Who has host memory for whole tensors: a module's when a run is over, those of a checkpoint."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure of room for the module's. Raises OSError if there is none."""
+
+    def release(self) -> None:
+        """The module's come now: what was reserved is for them."""
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of a dense tensor, with its strides and memory of its own. Raises OSError if there is no room."""
+
+
+class PlainMemory:
+    """Host memory as everybody takes it."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Nobody can be sure of it."""
+
+    def release(self) -> None:
+        """Nothing is reserved."""
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True, memory_format=torch.preserve_format)
+
+
 @dataclass(frozen=True)
 class Tiers:
     """Where shards rest; None is the memory that computes with them."""
@@ -52,6 +78,8 @@ class Tiers:
     """Host memory for what is on its way to where parameters rest."""
     files: "Files | None" = None
     """Those that there are."""
+    whole: WholePlaces = field(default_factory=PlainMemory)
+    """Where tensors are that are whole on the host."""
 
 
 class Files(Protocol):

@@ -14,7 +14,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_zero.comm import Comm
-from lightning_zero.partition.unit import State, Unit
+from lightning_zero.partition.buffer import State
+from lightning_zero.partition.unit import Unit
 
 
 @dataclass(frozen=True)

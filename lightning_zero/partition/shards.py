@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.partition.buffer import in_memory_order
 from lightning_zero.partition.layout import Range, Slot
 from lightning_zero.partition.rest import Rested, RestingTensor, part_of
-from lightning_zero.partition.unit import Unit, in_memory_order
+from lightning_zero.partition.unit import Unit
 
 
 @dataclass(frozen=True)

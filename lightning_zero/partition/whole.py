@@ -7,19 +7,22 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Comm
+from lightning_zero.partition.buffer import in_memory_order
 from lightning_zero.partition.memory import BufferPool
-from lightning_zero.partition.rest import bytes_of
+from lightning_zero.partition.rest import WholePlaces, bytes_of
 from lightning_zero.partition.shards import TensorShard
-from lightning_zero.partition.unit import Unit, in_memory_order
+from lightning_zero.partition.unit import Unit
 
 
 class WholeTensors:
     """Gathers what is shaped like the parameters: weights, master weights, optimizer state. All ranks call alike."""
 
-    def __init__(self, units: list[Unit], comm: Comm, pool: BufferPool) -> None:
+    def __init__(self, units: list[Unit], comm: Comm, pool: BufferPool, places: WholePlaces) -> None:
         self._units = units
         self._comm = comm
         self._pool = pool
+        self.copy = places.copy
+        """Of what is gathered, for the user to keep."""
 
     def from_shards(self, unit: Unit, pieces: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Whole tensors, in slot order, from the ranks' 1-D pieces (by slot). They hold until the next call."""
@@ -48,7 +51,7 @@ class WholeTensors:
             tensors = self._of(self._units[unit_index], self._units[unit_index].face.shard)
             copies: dict[int, Tensor] = {}  # tied weights stay tied
             for key, i in keys if keep else ():
-                copies[i] = copies[i] if i in copies else tensors[i].to("cpu", copy=True)
+                copies[i] = copies[i] if i in copies else self.copy(tensors[i])
                 whole[key] = copies[i]
         return whole
 
@@ -59,7 +62,7 @@ class WholeTensors:
             if unit.hides_master:
                 tensors = self._of(unit, unit.main)
                 if keep:
-                    whole.update((name, tensor.to("cpu", copy=True)) for name, tensor in zip(unit.names, tensors))
+                    whole.update((name, self.copy(tensor)) for name, tensor in zip(unit.names, tensors))
         return whole
 
     def load_masters(self, masters: Mapping[str, Tensor | TensorShard]) -> None:
