@@ -58,6 +58,7 @@ NB_MODULE(_kernels, m) {
         .def("done", &Transfer::done);
     nb::class_<FileQueue>(m, "FileQueue")
         .def(nb::init<int>(), nb::arg("threads"))
+        .def("busy_seconds", &FileQueue::busy_seconds)
         .def(
             "submit",
             [](FileQueue& queue, int file, bool write, uintptr_t buffer, int64_t bytes, int64_t offset, int64_t align) {

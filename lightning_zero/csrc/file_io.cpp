@@ -79,18 +79,26 @@ FileQueue::~FileQueue() {
     for (std::thread& thread : threads_) thread.join();
 }
 
+double FileQueue::busy_seconds() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Clock::duration now = under_way_ ? Clock::now() - busy_since_ : Clock::duration{0};
+    return std::chrono::duration<double>(busy_ + now).count();
+}
+
 std::shared_ptr<Transfer> FileQueue::submit(int file, bool write, void* buffer, int64_t bytes, int64_t offset,
                                             int64_t align) {
     auto transfer = std::make_shared<Transfer>();
     char* const start = static_cast<char*>(buffer);
     {
         const std::lock_guard<std::mutex> lock(mutex_);
+        if (under_way_ == 0) busy_since_ = Clock::now();
         // Cut where the file's blocks end, so that no two pieces share one.
         for (int64_t done = 0; done < bytes;) {
             const int64_t stop = down(offset + done + kPiece, align) - offset;
             const int64_t size = (stop < bytes ? stop : bytes) - done;
             pieces_.push_back({transfer, file, write, start + done, size, offset + done, align});
             ++transfer->pieces_left_;
+            ++under_way_;
             done += size;
         }
     }
@@ -113,6 +121,10 @@ void FileQueue::work() {
         try {
             now = carry_out(piece, bounce);
         } catch (const std::bad_alloc&) {
+        }
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            if (--under_way_ == 0) busy_ += Clock::now() - busy_since_;
         }
         Transfer& transfer = *piece.transfer;
         const std::lock_guard<std::mutex> lock(transfer.mutex_);

@@ -1,6 +1,7 @@
 // Reads and writes of files on threads of their own, while the caller computes. No Python, no torch, no global state.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -45,6 +46,9 @@ public:
     FileQueue(const FileQueue&) = delete;
     FileQueue& operator=(const FileQueue&) = delete;
 
+    // How long there has been something to do since the start.
+    double busy_seconds();
+
     std::shared_ptr<Transfer> submit(int file, bool write, void* buffer, int64_t bytes, int64_t offset, int64_t align);
 
 private:
@@ -63,6 +67,10 @@ private:
     std::mutex mutex_;
     std::condition_variable wanted_;
     std::deque<Piece> pieces_;
+    int64_t under_way_ = 0;  // pieces that are not through, waiting ones among them
+    using Clock = std::chrono::steady_clock;
+    Clock::time_point busy_since_;
+    Clock::duration busy_{0};
     bool closing_ = false;
     int process_;
     std::vector<std::thread> threads_;

@@ -30,6 +30,8 @@ _FOLDER = re.compile(r"lightning_zero-rank\d+-\d+$")
 _LOCK = "lock"
 # More than two keep a disk busy while one of them copies an unaligned end.
 _THREADS = 4
+# Of a unit in use, of the one that is read ahead, and of one that is just given up.
+_IDLE = 3
 # Locks of one process do not keep itself away.
 _living: set[str] = set()
 
@@ -42,6 +44,7 @@ class Store:
             raise NotImplementedError("OffloadConfig(optimizer='nvme') and parameters='nvme' need file locks, which Windows lacks.")
         self._path, self._rank = os.path.abspath(path), rank
         self.queue = FileQueue(_THREADS)
+        self.memory = AlignedPool()
         self.nbytes = 0
         """Taken on the disk."""
         self._files: dict[str, OpenFile] = {}
@@ -111,6 +114,15 @@ class FilePlace:
     def part(self, start: int, stop: int) -> "FilePlace":
         offset = self._offset + start * self.dtype.itemsize
         return FilePlace(self._store, self._file, offset, stop - start, self.dtype, self._link)
+
+    def take(self, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return torch.empty(self.numel, dtype=self.dtype, device=device)
+        return self._store.memory.take(self.numel * self.dtype.itemsize).view(self.dtype)
+
+    def give(self, memory: Tensor) -> None:
+        if memory.device.type == "cpu":
+            self._store.memory.give(memory.view(torch.uint8))
 
     def read(self, into: Tensor) -> Transfer:
         if self._link is not None:
@@ -182,6 +194,12 @@ class HostPlace:
     def part(self, start: int, stop: int) -> "HostPlace":
         return HostPlace(self._link, self._tensor[start:stop])
 
+    def take(self, device: torch.device) -> Tensor:
+        return torch.empty(self.numel, dtype=self.dtype, device=device)
+
+    def give(self, memory: Tensor) -> None:
+        """The device's own allocator keeps it."""
+
     def read(self, into: Tensor) -> Transfer:
         return self._link.upload(self._tensor, into)
 
@@ -195,6 +213,30 @@ class _Done:
         return None
 
     synchronize = wait
+
+
+class AlignedPool:
+    """A little host memory for what is read from files, used again: new memory costs page faults, and what is not aligned a
+    copy. Memory that somebody still looks into is not used again."""
+
+    def __init__(self) -> None:
+        self._idle: list[Tensor] = []
+
+    def take(self, nbytes: int) -> Tensor:
+        """Bytes of undefined content."""
+        for index, memory in enumerate(self._idle):
+            if nbytes <= memory.nbytes <= 2 * nbytes:
+                return self._idle.pop(index)[:nbytes]
+        return aligned(nbytes)
+
+    def give(self, memory: Tensor) -> None:
+        storage = memory.untyped_storage()
+        # The caller's tensor, ours, and the storage object just made.
+        if torch._C._storage_Use_Count(storage._cdata) > 3:
+            return
+        start = memory.storage_offset()
+        self._idle.append(torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,)))  # type: ignore[call-overload]
+        del self._idle[:-_IDLE]
 
 
 def aligned(nbytes: int) -> Tensor:

@@ -3,6 +3,8 @@
 import ctypes
 import errno
 import os
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -53,8 +55,8 @@ class OpenFile:
 class FileTransfer:
     """One range of a file on its way to or from a tensor, which it keeps alive."""
 
-    def __init__(self, file: OpenFile, what: str, tensor: Tensor, offset: int, transfer: Any) -> None:
-        self._file, self._what, self._offset = file, what, offset
+    def __init__(self, queue: "FileQueue", file: OpenFile, what: str, tensor: Tensor, offset: int, transfer: Any) -> None:
+        self._queue, self._file, self._what, self._offset = queue, file, what, offset
         self._tensor: Tensor | None = tensor
         self._nbytes = tensor.nbytes
         self._transfer = transfer
@@ -63,7 +65,9 @@ class FileTransfer:
         """Return when it is done. Raises OSError with the path, and how many bytes went through, if it failed."""
         if self._transfer is None:
             return
+        start = time.perf_counter()
         number, done = self._transfer.wait()
+        self._queue.waited_seconds += time.perf_counter() - start
         self._transfer = self._tensor = None
         if number or done != self._nbytes:
             raise _error(
@@ -79,12 +83,18 @@ class FileQueue:
     """Carries out transfers on ``threads`` threads, in about the order of their coming.
 
     On a file with direct access two writes under way may not touch the same block of BLOCK_BYTES. ``read_bytes`` and
-    ``written_bytes`` count what was asked for.
+    ``written_bytes`` count what was asked for, ``waited_seconds`` how long somebody stood still for it.
     """
 
     def __init__(self, threads: int) -> None:
         self._queue: Any = _PythonQueue(threads) if kernels is None else kernels.FileQueue(threads)
         self.read_bytes = self.written_bytes = 0
+        self.waited_seconds = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long there has been something to do, whoever waited for it or not."""
+        return self._queue.busy_seconds()
 
     def read(self, file: OpenFile, offset: int, into: Tensor) -> FileTransfer:
         """Start filling a contiguous CPU tensor from ``offset`` on."""
@@ -101,7 +111,7 @@ class FileQueue:
             raise AssertionError(f"files take contiguous CPU tensors, not {tensor.device} with strides {tensor.stride()}")
         align = BLOCK_BYTES if file.is_direct else 1
         transfer = self._queue.submit(file.descriptor, write, tensor.data_ptr(), tensor.nbytes, offset, align)
-        return FileTransfer(file, "writing" if write else "reading", tensor, offset, transfer)
+        return FileTransfer(self, file, "writing" if write else "reading", tensor, offset, transfer)
 
 
 class _PythonQueue:
@@ -109,9 +119,25 @@ class _PythonQueue:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "lightning_zero-file")
+        self._lock = threading.Lock()
+        self._under_way, self._since, self._busy = 0, 0.0, 0.0
+
+    def busy_seconds(self) -> float:
+        with self._lock:
+            return self._busy + (time.perf_counter() - self._since if self._under_way else 0.0)
 
     def submit(self, file: int, write: bool, buffer: int, nbytes: int, offset: int, align: int) -> "_PythonTransfer":
-        return _PythonTransfer(self._pool.submit(_move, file, write, buffer, nbytes, offset))
+        self._count(1)
+        future = self._pool.submit(_move, file, write, buffer, nbytes, offset)
+        future.add_done_callback(lambda _: self._count(-1))
+        return _PythonTransfer(future)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            now = time.perf_counter()
+            if self._under_way:
+                self._busy += now - self._since
+            self._under_way, self._since = self._under_way + change, now
 
 
 class _PythonTransfer:

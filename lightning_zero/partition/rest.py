@@ -26,6 +26,12 @@ class Place(Protocol):
     def part(self, start: int, stop: int) -> "Place":
         """The elements ``[start, stop)``."""
 
+    def take(self, device: torch.device) -> Tensor:
+        """Memory to read the bytes to, on the ``device`` that uses them."""
+
+    def give(self, memory: Tensor) -> None:
+        """Take it back from somebody who has no use for it any more; others may still look into it."""
+
     def read(self, into: Tensor) -> Transfer:
         """Start copying the bytes to ``into``, where they are used."""
 
@@ -156,7 +162,7 @@ class Rested:
         if not self.is_here and self._staged is None:
             self._arrive()
             with torch.inference_mode(False):
-                into = torch.empty(self.place.numel, dtype=self.dtype, device=self._device)
+                into = self.place.take(self._device)
             self._staged = into, self.place.read(into)
 
     def bring(self) -> Tensor:
@@ -184,14 +190,17 @@ class Rested:
             if self.tensor._version != self._version or (self._compares and not self._same_as_place()):
                 self._arrive()
                 self.place.write(self.tensor.detach().to("cpu")).synchronize()
+            memory = self.tensor.detach()
             self._leave()
+            self.place.give(memory)
         self.forget()
 
     def forget(self) -> None:
         """What was fetched is not wanted, or out of date."""
         if self._staged is not None:
-            (_, transfer), self._staged = self._staged, None
+            (memory, transfer), self._staged = self._staged, None
             transfer.synchronize()
+            self.place.give(memory)
 
     def replace(self, values: Tensor) -> Transfer:
         """Start giving the place new bytes: ``values`` must not change before that is done. The tensor is a handle."""

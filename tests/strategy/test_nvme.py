@@ -1,5 +1,7 @@
 """Tiers: master weights, optimizer state and parameters that rest in files change no bit and leave nothing behind."""
 
+import copy
+import io
 import os
 from functools import partial
 from typing import Any
@@ -197,6 +199,77 @@ def test_state_can_be_read_and_edited(precision: str) -> None:
         for seen, weights in others:
             assert seen == memory[0]
             assert [name for name in weights if not torch.equal(weights[name], memory[1][name])] == []
+
+
+# -- after a run -------------------------------------------------------------------------------------------------------
+
+
+def in_files(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is that of a file without a name."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            start, stop = (int(end, 16) for end in line.split(" ", 1)[0].split("-"))
+            if start <= tensor.data_ptr() < stop:
+                return line.rstrip().endswith("/whole (deleted)")
+    return False
+
+
+def use_of(module: Any, trainer: pl.Trainer) -> dict[str, Any]:
+    """What people do with a module and an optimizer after a run."""
+    copied = copy.deepcopy(module)
+    file = io.BytesIO()
+    torch.save(module.second.weight, file)
+    sizes = file.tell() - module.second.weight.nbytes  # no more than the tensor's own bytes
+    saved = torch.load(io.BytesIO(file.getvalue()))
+    loss = module.training_step(torch.ones(2, 6), 0)
+    loss.backward()
+    trainer.optimizers[0].step()
+    trainer.optimizers[0].zero_grad()
+    plain = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    module.training_step(torch.ones(2, 6), 0).backward()
+    plain.step()
+    plain.zero_grad()
+    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
+    queue.put(module.second.weight.detach())
+    values = {f"mine.{k}": v.clone() for k, v in module.state_dict().items()}
+    values |= {f"copy.{k}": v for k, v in copied.state_dict().items()}
+    state = trainer.optimizers[0].state_dict()["state"]
+    values |= {f"{index}.exp_avg": one["exp_avg"] for index, one in state.items()}
+    return {**values, "saved": saved, "sent": queue.get(), "small": torch.tensor(sizes < 4096)}
+
+
+def after_runs(offload: Any, precision: str) -> tuple[list[bool], dict[str, Any]]:
+    strategy = ZeroStrategy(stage=3, offload=offload, unit_size_mb=TINY_UNIT_MB)
+    torch.manual_seed(0)
+    module, trainer = Wide(), make_trainer(".", strategy=strategy, max_epochs=1, precision=precision)
+    data = DataLoader(RandomData(8, 6), batch_size=2)
+    trainer.fit(module, data)
+    places = [in_files(p) for p in module.parameters() if p.nbytes >= 4096]
+    found = use_of(module, trainer)
+    again = ZeroStrategy(stage=3, offload=offload, unit_size_mb=TINY_UNIT_MB)
+    trainer = make_trainer(".", strategy=again, max_epochs=1, precision=precision)
+    trainer.fit(module, data)
+    trainer.save_checkpoint("whole.ckpt")
+    places += [in_files(p) for p in module.parameters() if p.nbytes >= 4096]
+    saved = torch.load("whole.ckpt", weights_only=False)
+    found |= {f"file.{k}": v for k, v in saved["state_dict"].items()}
+    found |= {f"file.{k}.exp_avg_sq": v["exp_avg_sq"] for k, v in saved["optimizer_states"][0]["state"].items()}
+    return places, {**found, "left": torch.tensor(len(own_files()))}
+
+
+def both_after_runs(precision: str) -> list[tuple[list[bool], dict[str, Any]]]:
+    return [after_runs(offload, precision) for offload in (True, ALL_IN_FILES)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_module_with_parameters_in_files_stays_in_files_and_is_ordinary(precision: str) -> None:
+    for (places, plain), (mapped_places, mapped) in run(2, both_after_runs, precision):
+        assert not any(places)
+        assert len(mapped_places) == 6
+        assert all(mapped_places)
+        assert sorted(plain) == sorted(mapped)
+        assert [name for name in plain if not torch.equal(plain[name], mapped[name])] == []
+        assert (bool(mapped["small"]), int(mapped["left"])) == (True, 0)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

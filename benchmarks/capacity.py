@@ -1,0 +1,314 @@
+"""The largest GPT that trains inside a fixed amount of resident memory: plain Lightning, DDP, stage 3, and files.
+
+    python benchmarks/capacity.py --cap-gb 3 --folder /tmp --json result.json
+    python benchmarks/capacity.py --cap-gb 3 --folder /tmp --modes all-nvme --blocks 24 --width 2048
+
+Each run is a process group of its own: one batch of one short sequence, a few steps of AdamW, to the end of ``fit``. Its
+memory is watched, and it is killed when it has more than the cap. What counts is the resident memory of all its processes
+together, mapped files with the rest; not the page cache beside them. By bisection over the number of blocks, the largest
+model that passes is found to ``--tolerance``.
+
+With ``--blocks`` one size is run instead of searching. Seconds of a step are those of the last one; of these, ``I/O`` is when
+the disk was busy, and ``waiting`` when nothing else was. The bandwidth is that of one file, measured before.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero.disk import measure
+
+VOCABULARY = 256
+POLL_SECONDS = 0.02
+SIZE_OF_DISK_TEST = 2**30
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(pl.LightningModule):
+    def __init__(self, width: int, blocks: int, context: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.tokens(batch) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to train."""
+
+    name: str
+    ranks: int
+    strategy: dict[str, Any] | None
+    """Arguments of ZeroStrategy; None for Lightning's own."""
+
+    def make(self, folder: str) -> Any:
+        if self.strategy is None:
+            return "auto" if self.ranks == 1 else "ddp"
+        arguments = dict(self.strategy)
+        if "offload" in arguments:
+            arguments["offload"] = OffloadConfig(**arguments["offload"], nvme_path=folder)
+        return ZeroStrategy(**arguments)
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("plain", 1, None),
+        Mode("ddp", 2, None),
+        Mode("stage3", 2, {"stage": 3}),
+        Mode("nvme", 2, {"stage": 3, "offload": {"optimizer": "nvme"}}),
+        Mode("all-nvme", 2, {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}}),
+        Mode("all-nvme-1", 1, {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}}),
+    )
+}
+
+
+# -- inside a run ------------------------------------------------------------------------------------------------------
+
+
+class Phases(pl.Callback):
+    """Writes down when something begins, and what the last step has cost."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.step: dict[str, float] = {}
+
+    def begin(self, phase: str) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{time.time()} {phase}\n")
+
+    def on_fit_start(self, *args: Any) -> None:
+        self.begin("set-up")
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.begin("steps")
+        self.before = self.counters(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        after = self.counters(trainer)
+        self.step = {name: value - self.before[name] for name, value in after.items()}
+
+    def on_train_end(self, *args: Any) -> None:
+        self.begin("end")
+
+    def counters(self, trainer: Any) -> dict[str, float]:
+        tiers = getattr(trainer.strategy, "_tiers", None)
+        counted = {"seconds": time.perf_counter()}
+        if tiers is not None:
+            queue = tiers.files.queue
+            counted |= {"read": queue.read_bytes, "written": queue.written_bytes, "busy": queue.busy_seconds,
+                        "waiting": queue.waited_seconds}  # fmt: skip
+        return counted
+
+
+def train(job: dict[str, Any]) -> None:
+    mode, folder = MODES[job["mode"]], job["folder"]
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    phases = Phases(os.path.join(folder, f"phases-{rank}"))
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=mode.ranks, strategy=mode.make(folder), max_steps=job["steps"], precision=job["precision"],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[phases], default_root_dir=folder,
+    )  # fmt: skip
+    with trainer.init_module(empty_init=mode.strategy is not None):
+        module = GPT(job["width"], job["blocks"], job["context"])
+    trainer.fit(module, DataLoader(torch.randint(VOCABULARY, (job["steps"] * mode.ranks, job["context"]))))
+    if not all(torch.isfinite(parameter.flatten()[-1]) for parameter in module.parameters()):
+        raise RuntimeError("the weights are not finite after fit")
+    with open(os.path.join(folder, f"result-{rank}"), "w") as file:
+        json.dump({"parameters": sum(p.numel() for p in module.parameters()), "step": phases.step}, file)
+
+
+# -- outside -----------------------------------------------------------------------------------------------------------
+
+
+def resident(session: int) -> dict[str, int]:
+    """Bytes of all processes of a session: of their own, and of files."""
+    total = {"own": 0, "files": 0}
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdigit() or os.getsid(int(entry.name)) != session:
+                continue
+            lines = dict(line.split(":", 1) for line in (entry / "status").read_text().splitlines())
+        except OSError:
+            continue  # it is over
+        for name, kind in (("RssAnon", "own"), ("RssShmem", "own"), ("RssFile", "files")):
+            total[kind] += 1024 * int(lines.get(name, "0").split()[0])
+    return total
+
+
+def attempt(job: dict[str, Any], cap: float) -> dict[str, Any]:
+    """Run one size. ``passed`` is whether it came to its end below the cap, ``peaks`` the most resident bytes by phase."""
+    with tempfile.TemporaryDirectory(dir=job["folder"], prefix="capacity-") as folder:
+        given = json.dumps({**job, "folder": folder})
+        threads = str(max(1, (os.cpu_count() or 1) // MODES[job["mode"]].ranks))
+        # Of all modes: else the C library keeps freed blocks of up to 32 MB, see docs/nvme.md.
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "MALLOC_MMAP_THRESHOLD_": "1048576"}
+        with open(os.path.join(folder, "output"), "w") as output:
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--run", given], stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+            seen: list[tuple[float, dict[str, int]]] = []
+            killed = False
+            while process.poll() is None:
+                seen.append((time.time(), resident(process.pid)))
+                if sum(seen[-1][1].values()) > cap and not killed:
+                    killed = True
+                    os.killpg(process.pid, signal.SIGKILL)
+                time.sleep(POLL_SECONDS)
+        if process.returncode and not killed:
+            sys.exit(f"{job} has failed:\n{Path(folder, 'output').read_text()[-3000:]}")
+        marks = [line.split(" ", 1) for line in Path(folder, "phases-0").read_text().splitlines()]
+        peaks: dict[str, dict[str, int]] = defaultdict(lambda: {"own": 0, "files": 0})
+        for when, sizes in seen:
+            phase = next((name for start, name in reversed(marks) if float(start) <= when), "start")
+            peaks[phase] = max(peaks[phase], sizes, key=lambda one: sum(one.values()))
+        found = {**job, "passed": not killed, "peaks": dict(peaks), "peak": max(sum(s.values()) for _, s in seen)}
+        if not killed:
+            found |= json.loads(Path(folder, "result-0").read_text())
+    print(describe(found), flush=True)
+    return found
+
+
+def describe(found: dict[str, Any]) -> str:
+    peaks = ", ".join(f"{phase} {sum(s.values()) / 1e9:.2f}" for phase, s in found["peaks"].items())
+    return f"  {found['mode']:10} {found['blocks']:4} blocks: {'passed' if found['passed'] else 'too large'} (GB: {peaks})"
+
+
+def largest(job: dict[str, Any], cap: float, tolerance: float) -> dict[str, Any]:
+    """The largest number of blocks that passes; tried next is where memory, as far as it was seen to grow, meets the cap."""
+    best, fails = attempt({**job, "blocks": 4}, cap), 0
+    if not best["passed"]:
+        sys.exit(f"4 blocks of width {job['width']} do not fit into {cap / 1e9:g} GB: --width is too large")
+    previous, blocks = best, 12
+    while True:
+        found = attempt({**job, "blocks": blocks}, cap)
+        if found["passed"]:
+            previous, best = best, found
+        else:
+            fails = blocks
+        if fails and fails - best["blocks"] <= max(1, tolerance * best["blocks"]):
+            return best
+        growth = (best["peak"] - previous["peak"]) / max(1, best["blocks"] - previous["blocks"])
+        ahead = int(0.98 * (cap - best["peak"]) / growth) if growth > 0 else best["blocks"]
+        blocks = best["blocks"] + max(1, min(ahead, 8 * best["blocks"]))
+        if fails:
+            blocks = min(blocks, (best["blocks"] + fails) // 2 if blocks >= fails else blocks, fails - 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is told of a mode."""
+
+    mode: str
+    ranks: int
+    parameters: float
+    peak: float
+    seconds: float
+    waiting: float
+    busy: float
+    rate: float
+    """Bytes per second while the disk was busy."""
+
+
+def row_of(found: dict[str, Any]) -> Row:
+    mode, step = MODES[found["mode"]], found["step"]
+    moved, busy = mode.ranks * (step.get("read", 0) + step.get("written", 0)), step.get("busy", 0.0)
+    return Row(
+        mode.name, mode.ranks, found["parameters"], found["peak"], step["seconds"], step.get("waiting", 0.0), busy,
+        moved / busy if busy else 0.0,
+    )  # fmt: skip
+
+
+def table(rows: list[Row], disk: float) -> str:
+    plain = next((row.parameters for row in rows if row.mode == "plain"), None)
+    lines = ["| | ranks | parameters | of plain | peak | step | compute | waiting for files | I/O | of the disk's |",
+             "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in rows:
+        ratio = f"{row.parameters / plain:.1f}" if plain else ""
+        io = f"{row.waiting:.1f} s | {row.rate / 1e9:.2f} GB/s | {row.rate / disk:.0%}" if row.busy else "| |"
+        lines.append(
+            f"| {row.mode} | {row.ranks} | {row.parameters / 1e6:.0f}M | {ratio} | {row.peak / 1e9:.2f} GB |"
+            f" {row.seconds:.1f} s | {row.seconds - row.waiting:.1f} s | {io} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cap-gb", type=float, default=3.0, help="resident memory of a run, of all its ranks together")
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--context", type=int, default=32, help="tokens in the one sequence of a batch")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--blocks", type=int, help="run this size instead of searching")
+    parser.add_argument("--tolerance", type=float, default=0.05)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="for the files: on the disk to use")
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        return train(json.loads(args.run))
+    speed = measure(Path(args.folder), SIZE_OF_DISK_TEST)
+    print(f"{args.folder} writes {speed.write / 1e9:.2f} and reads {speed.read / 1e9:.2f} GB/s")
+    rows, runs = [], []
+    for name in args.modes:
+        job = {"mode": name, **{key: getattr(args, key) for key in ("precision", "steps", "context", "width", "folder")}}
+        cap = 1e9 * args.cap_gb
+        if args.blocks:
+            found = attempt({**job, "blocks": args.blocks}, cap)
+            if not found["passed"]:
+                sys.exit(f"{name}: {args.blocks} blocks do not fit")
+        else:
+            found = largest(job, cap, args.tolerance)
+        runs.append(found)
+        rows.append(row_of(found))
+    print(table(rows, (speed.read + speed.write) / 2))
+    if args.json:
+        result = {"arguments": vars(args), "disk": asdict(speed), "rows": [asdict(row) for row in rows], "runs": runs}
+        Path(args.json).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
