@@ -430,6 +430,8 @@ def _option(
         moved = 2 * compute / shards if tiers else 0.0
     # Shards of parameters are read twice and written once, all else once each.
     disk = 2 * estimate.nvme + (estimate.parameters if "parameters" in estimate.on_nvme else 0)
+    # The whole module, which is mapped from files after a run, in at most 32 bits.
+    in_files = estimate.nvme + (4 * estimate.num_parameters if "parameters" in estimate.on_nvme else 0)
     on_host = estimate.host + reduced
     on_node = (device if machine.on_cpu else on_host) * machine.ranks_per_node
     return Option(
@@ -441,7 +443,7 @@ def _option(
         moved=moved,
         device=device,
         host=on_node,
-        obstacles=tuple(_obstacles(device, on_node, estimate.nvme, machine, activations)),
+        obstacles=tuple(_obstacles(device, on_node, in_files, machine, activations)),
     )
 
 
