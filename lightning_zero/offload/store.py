@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -221,12 +222,14 @@ class AlignedPool:
 
     def __init__(self) -> None:
         self._idle: list[Tensor] = []
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
         """Bytes of undefined content."""
-        for index, memory in enumerate(self._idle):
-            if nbytes <= memory.nbytes <= 2 * nbytes:
-                return self._idle.pop(index)[:nbytes]
+        with self._lock:
+            for index, memory in enumerate(self._idle):
+                if nbytes <= memory.nbytes <= 2 * nbytes:
+                    return self._idle.pop(index)[:nbytes]
         return aligned(nbytes)
 
     def give(self, memory: Tensor) -> None:
@@ -235,8 +238,9 @@ class AlignedPool:
         if torch._C._storage_Use_Count(storage._cdata) > 3:
             return
         start = memory.storage_offset()
-        self._idle.append(torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,)))  # type: ignore[call-overload]
-        del self._idle[:-_IDLE]
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,))  # type: ignore[call-overload]
+        with self._lock:
+            self._idle = [*self._idle, whole][-_IDLE:]
 
 
 def aligned(nbytes: int) -> Tensor:
