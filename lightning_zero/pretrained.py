@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.checkpoint.reading import is_inside, reading
 from lightning_zero.deferred import is_followed_now, is_on_meta, outside_modes
 
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -54,7 +55,7 @@ def _open_all(path: Path) -> dict[str, Tensor]:
         return _open(path)
     for index in (path / name for name in _INDICES):
         if index.exists():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = _named_in(index)
             return dict(itertools.chain.from_iterable(_open(path / file).items() for file in files))
     for file in (path / name for name in _FILES):
         if file.exists():
@@ -62,9 +63,27 @@ def _open_all(path: Path) -> dict[str, Tensor]:
     raise FileNotFoundError(f"{str(path)!r} holds none of {', '.join((*_INDICES, *_FILES))}")
 
 
+def _named_in(index: Path) -> list[str]:
+    with reading(index, "index"):
+        files = json.loads(index.read_text())["weight_map"].values()
+        outside = [name for name in files if not is_inside(name)]
+        if outside:
+            raise ValueError(f"it names {outside[0]!r}, which is not a file inside its folder")
+        return sorted(set(files))
+
+
 def _open(file: Path) -> dict[str, Tensor]:
     if not file.exists():
         raise FileNotFoundError(f"{str(file)!r} does not exist")
+    with reading(file, "file of weights"):
+        state = _tensors_of(file)
+        strangers = [name for name, value in state.items() if not isinstance(name, str) or not isinstance(value, Tensor)]
+        if strangers:
+            raise ValueError(f"{strangers[0]!r} is {type(state[strangers[0]]).__name__} instead of a tensor")
+        return state
+
+
+def _tensors_of(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         try:
             from safetensors import safe_open
@@ -77,6 +96,8 @@ def _open(file: Path) -> dict[str, Tensor]:
             f"{str(file)!r} must end in .safetensors, {', '.join(_PICKLED)}, or be a folder with such files"
         )
     state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds {type(state).__name__} instead of tensors by name")
     inner = state.get("state_dict")  # of Lightning
     return inner if isinstance(inner, dict) else state
 

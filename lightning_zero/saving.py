@@ -1,6 +1,6 @@
 """The hooks of the strategy that save and load checkpoints, each a line or two into the engine and `checkpoint`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.file import FileCheckpointIO
 from lightning_zero.checkpoint.folder import FolderCheckpoint, is_folder
+from lightning_zero.checkpoint.reading import check_outline, reading
 from lightning_zero.checkpoint.saving import FolderSaver, failing_together, saves_in_background
 from lightning_zero.checkpoint.training import OWN_KEY, from_folder, load_optimizers
 from lightning_zero.comm import Comm
@@ -32,6 +33,7 @@ class SavesShards(DDPStrategy):
     _optimizer_engine: ZeroEngine | None
     _comm: Comm | None
     _folders: FolderSaver
+    _make_comm: Callable[[], Comm]
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class SavesShards(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # nothing is sharded yet
             return
         engine = self._optimizer_engine
-        with failing_together(self._comm, self.config.read_timeout):
+        with failing_together(self._comm, self.config.read_timeout, "save a checkpoint"):
             if self.state_dict_type == "full":
                 if engine is not None and "optimizer_states" in checkpoint:
                     # Half precision: the file's weights are 16-bit, training goes on from the masters beside them.
@@ -98,15 +100,29 @@ class SavesShards(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._folders.wait()
-        if not is_folder(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+        # A file that only one rank cannot read ends all of them, and at once.
+        with failing_together(self._make_comm(), self.config.read_timeout, "load a checkpoint"):
+            if not is_folder(checkpoint_path):
+                checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+                with reading(checkpoint_path):
+                    check_outline(checkpoint)
+                return checkpoint
+            folder = FolderCheckpoint(checkpoint_path, weights_only)
+            meta = folder.meta()
         sharded = self.engine is not None and self.engine.units and not self.engine.closed
         into = {} if sharded or self.lightning_module is None else self.lightning_module.state_dict()
-        return from_folder(FolderCheckpoint(checkpoint_path, weights_only), into)
+        with reading(checkpoint_path):
+            return from_folder(folder, meta, into)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with reading(self._loaded_path, failed="does not fit the module"):
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        load_optimizers(checkpoint, self.optimizers, self._trainer.lightning_module, self.engine, self.root_device)
+        with reading(self._loaded_path, failed="does not fit the optimizers"):
+            load_optimizers(checkpoint, self.optimizers, self._trainer.lightning_module, self.engine, self.root_device)
 
     @property
     @override
@@ -121,6 +137,10 @@ class SavesShards(DDPStrategy):
     @override
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    @property
+    def _loaded_path(self) -> str:
+        return str(self._trainer.ckpt_path)
 
     @property
     def _trainer(self) -> "pl.Trainer":

@@ -53,7 +53,7 @@ def consolidate(
     except BaseException as error:
         cause, written = os_error(error), beside.written()
         beside.abandon()
-        if cause is not None:
+        if cause is not None and os.fspath(folder) not in str(cause):
             raise describe(cause, file, written) from error
         raise
 

@@ -12,6 +12,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_zero.checkpoint.beside import Beside, describe, os_error, remove, standing
+from lightning_zero.checkpoint.reading import reading
 
 
 class FileCheckpointIO(TorchCheckpointIO):
@@ -57,13 +58,14 @@ class FileCheckpointIO(TorchCheckpointIO):
         """Load; of a local file only those tensors take memory that are copied, and only then."""
         path = str(standing(path))
         fs, place = url_to_fs(path)
-        if "file" in fs.protocol and zipfile.is_zipfile(place):
-            return torch.load(place, map_location=map_location, mmap=True, weights_only=weights_only)
         if fs.isdir(place):
             raise ValueError(
                 f"{path!r} is a folder, but not a whole checkpoint of torch.distributed.checkpoint: it has no .metadata."
             )
-        return super().load_checkpoint(path, map_location, weights_only)
+        with reading(path):
+            if "file" in fs.protocol and zipfile.is_zipfile(place):
+                return torch.load(place, map_location=map_location, mmap=True, weights_only=weights_only)
+            return super().load_checkpoint(path, map_location, weights_only)
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_zero.checkpoint.beside import Beside, describe, is_folder_checkpoint, os_error, standing
+from lightning_zero.checkpoint.beside import METADATA_FILE, Beside, describe, is_folder_checkpoint, os_error, standing
+from lightning_zero.checkpoint.metadata import read_metadata
 from lightning_zero.checkpoint.planners import IntoLoadPlanner, Path, ShardSavePlanner
+from lightning_zero.checkpoint.reading import check_outline, reading
 from lightning_zero.partition.shards import TensorShard
 
 META_FILE = "meta.pt"
@@ -69,7 +71,10 @@ class FolderCheckpoint:
         self.path = standing(path)
         self._alone = alone
         self._weights_only = weights_only is not False
-        self._metadata: Metadata = self._reader().read_metadata()
+        with reading(self.path), self._open(METADATA_FILE) as stream:
+            self._metadata = read_metadata(stream, trusted=not self._weights_only)
+            if alone:  # who makes room for all of it before it is read
+                self._check_sizes()
         stored, named = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
         # In the order of the state that was saved, as far as it is known.
         self._paths: dict[Path, str] = {tuple(path): key for key, path in named.items() if key in stored}
@@ -77,15 +82,17 @@ class FolderCheckpoint:
 
     def meta(self) -> dict[str, Any]:
         """What is neither weights nor optimizer state."""
-        fs, place = url_to_fs(os.fspath(self.path))
-        file = os.path.join(place, META_FILE)
-        if not fs.exists(file):
+        try:
+            stream = self._open(META_FILE)
+        except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{os.fspath(self.path)!r} has no {META_FILE}: it is a folder of torch.distributed.checkpoint, but not one"
                 " of Lightning's checkpoints."
-            )
-        with fs.open(file, "rb") as stream:
-            return torch.load(stream, map_location="cpu", weights_only=self._weights_only)
+            ) from error
+        with reading(os.path.join(self.path, META_FILE)), stream:
+            meta = torch.load(stream, map_location="cpu", weights_only=self._weights_only)
+            check_outline(meta)
+            return meta
 
     def below(self, *path: str | int) -> dict[Path, str]:
         """The keys of what stands below ``path``, by the rest of their own."""
@@ -110,9 +117,10 @@ class FolderCheckpoint:
         """Fill the tensors and shards in ``targets``; the plain values among them are returned."""
         planner, reader = IntoLoadPlanner(targets, self._weights_only), self._reader()
         if self._alone:
-            planner.set_up_planner({}, self._metadata, True)
-            reader.set_up_storage_reader(self._metadata, True)
-            reader.read_data(planner.create_local_plan(), planner).wait()
+            with reading(self.path):
+                planner.set_up_planner({}, self._metadata, True)
+                reader.set_up_storage_reader(self._metadata, True)
+                reader.read_data(planner.create_local_plan(), planner).wait()
             return planner.values
         try:
             with _quiet():
@@ -121,9 +129,25 @@ class FolderCheckpoint:
             raise _cause(error, f"The checkpoint {os.fspath(self.path)!r} could not be read") from error
         return planner.values
 
+    def _check_sizes(self) -> None:
+        """Raise unless the files are as long as ``.metadata`` says."""
+        ends: dict[str, int] = {}
+        for info in self._metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        fs, place = url_to_fs(os.fspath(self.path))
+        for name, end in ends.items():
+            if (size := fs.size(os.path.join(place, name))) < end:
+                raise ValueError(f"{name!r} has {size} bytes, of {end} that are read according to .metadata")
+
+    def _open(self, name: str) -> IO[bytes]:
+        fs, place = url_to_fs(os.fspath(self.path))
+        return fs.open(os.path.join(place, name), "rb")
+
     def _reader(self) -> "_LocalReader | _RemoteReader":
         fs, place = url_to_fs(os.fspath(self.path))
-        return _LocalReader(place) if isinstance(fs, LocalFileSystem) else _RemoteReader(self.path)
+        reader = _LocalReader(place) if isinstance(fs, LocalFileSystem) else _RemoteReader(self.path)
+        reader.checked = self._metadata
+        return reader
 
 
 def weights_of(folder: FolderCheckpoint) -> dict[Path, str]:
@@ -224,6 +248,13 @@ class _RemoteWriter(_Committing, FsspecWriter):
 class _ReadsOnce(FileSystemReader):
     """Reads what several boxes need of a saved one only once, and in the order of the file."""
 
+    checked: Metadata
+    """What torch would unpickle once more, without a look at it."""
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.checked
+
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
@@ -232,13 +263,20 @@ class _ReadsOnce(FileSystemReader):
             return super().read_data(plan, planner)  # written with extensions, such as compression
         place = lambda item: (infos[item.storage_index].relative_path, infos[item.storage_index].offset)  # noqa: E731
         for (file, _), items in groupby(sorted(tensors, key=place), place):
-            with self.fs.create_stream(self.fs.concat_path(self.path, file), "rb") as stream:
+            path = self.fs.concat_path(self.path, file)
+            with reading(path, "checkpoint's file"), self.fs.create_stream(path, "rb") as stream:
                 self._read_tensor(stream, list(items), planner)
-        return super().read_data(LoadPlan([item for item in plan.items if item.type != LoadItemType.TENSOR]), planner)
+        rest = [item for item in plan.items if item.type != LoadItemType.TENSOR]
+        named = lambda item: self.storage_data[item.storage_index].relative_path  # noqa: E731
+        for file, items in groupby(sorted(rest, key=named), named):
+            with reading(self.fs.concat_path(self.path, file), "checkpoint's file"):
+                super().read_data(LoadPlan(list(items)), planner)
+        return super().read_data(LoadPlan([]), planner)
 
     def _read_tensor(self, stream: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
         part = self._slice_file(stream, self.storage_data[items[0].storage_index])
         saved = torch.load(part, map_location="cpu", weights_only=True)
+        self._check(items[0].storage_index, saved)
         for item in items:
             box = saved
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -246,6 +284,17 @@ class _ReadsOnce(FileSystemReader):
             target = planner.resolve_tensor(item)
             target.copy_(box)
             planner.commit_tensor(item, target)
+
+
+    def _check(self, index: MetadataIndex, saved: Any) -> None:
+        stored = self.checked.state_dict_metadata[index.fqn]
+        if not isinstance(stored, TensorStorageMetadata):
+            raise AssertionError(f"{index.fqn!r} is read as a tensor")
+        sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
+        wanted = f"{tuple(sizes)}, {stored.properties.dtype}"
+        found = f"{tuple(saved.shape)}, {saved.dtype}" if isinstance(saved, Tensor) else type(saved).__name__
+        if found != wanted:
+            raise ValueError(f"a box of {index.fqn!r} is {found}, and {wanted} in .metadata")
 
 
 class _LocalReader(_ReadsOnce):

@@ -27,11 +27,11 @@ from lightning_zero.worker import Worker
 
 
 @contextmanager
-def failing_together(comm: Comm, timeout: float) -> Iterator[None]:
+def failing_together(comm: Comm, timeout: float, doing: str) -> Iterator[None]:
     """What one rank does inside fails on all ranks. All ranks come here within ``timeout`` seconds, or those that did
-    raise RuntimeError."""
-    comm.exchange("saving a checkpoint", timeout=timeout)
-    with comm.failing_together("save a checkpoint"):
+    raise RuntimeError. ``doing`` goes with "could not"."""
+    comm.exchange(f"about to {doing}", timeout=timeout)
+    with comm.failing_together(doing):
         yield
 
 

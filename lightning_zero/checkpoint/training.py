@@ -11,6 +11,7 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.fitting import WAY_OUT, check_state
 from lightning_zero.checkpoint.folder import WEIGHTS, FolderCheckpoint, nested, weights_of
 from lightning_zero.checkpoint.planners import Path
 from lightning_zero.partition.engine import ZeroEngine
@@ -18,7 +19,6 @@ from lightning_zero.partition.shards import TensorShard
 
 OWN_KEY = "lightning_zero"
 """Where a checkpoint holds what plain Lightning has no place for."""
-_WAY_OUT = " Resume with the same optimizers, or load the weights only (`load_from_checkpoint`) and start a new fit."
 
 
 def to_folder(
@@ -43,10 +43,10 @@ def to_folder(
     return state, meta
 
 
-def from_folder(folder: FolderCheckpoint, into: Mapping[str, Any]) -> dict[str, Any]:
-    """Lightning's checkpoint. Weights are read straight into tensors of the same name and shape in ``into``; optimizer
+def from_folder(folder: FolderCheckpoint, meta: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
+    """Lightning's checkpoint, ``meta`` with the rest. Weights are read straight into tensors of the same name and shape in ``into``; optimizer
     state and masters are left where they are, as SavedOptimizer and SavedMasters. All ranks call it."""
-    checkpoint = folder.meta()
+    checkpoint = dict(meta)
     checkpoint["state_dict"] = _read_weights(folder, into)
     if optimizers := optimizers_of(folder):
         checkpoint["optimizer_states"] = optimizers
@@ -69,7 +69,12 @@ class SavedOptimizer:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """All but the state of parameters, among it the param groups."""
-        return _fetch(self.folder, {path: key for path, key in self.below.items() if path[0] != "state"})
+        found = _fetch(self.folder, {path: key for path, key in self.below.items() if path[:1] != ("state",)})
+        groups = found.get("param_groups") if isinstance(found, dict) else None
+        if not isinstance(groups, list) or not all(isinstance(group, dict) and "params" in group for group in groups):
+            path = os.fspath(self.folder.path)
+            raise ValueError(f"The checkpoint {path!r} has no 'param_groups' for optimizer {self.index}.{WAY_OUT}")
+        return found
 
     @cached_property
     def names(self) -> list[str]:
@@ -102,6 +107,7 @@ class SavedOptimizer:
         names, parameters = _names(optimizer, module), _parameters(optimizer)
         self._check(optimizer, names)
         numbers = {name: number for number, name in enumerate(names)}
+        check_state(optimizer, self.index, self.state_dict(self.folder.tensor, numbers))
         binding = None if engine is None else engine.binding(optimizer)
         targets: dict[str, Any] = {}
         for (_, number, *path), key in self.numbered(numbers).items():
@@ -120,10 +126,10 @@ class SavedOptimizer:
         sizes = [len(group["params"]) for group in self.settings["param_groups"]]
         own = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != own:
-            raise ValueError(f"{what}: it has param groups of {sizes} parameters, the optimizer has {own}.{_WAY_OUT}")
+            raise ValueError(f"{what}: it has param groups of {sizes} parameters, the optimizer has {own}.{WAY_OUT}")
         unknown = sorted(set(self.names) - set(names))
         if unknown:
-            raise ValueError(f"{what}: it has state for {unknown[:3]}, which the optimizer does not update.{_WAY_OUT}")
+            raise ValueError(f"{what}: it has state for {unknown[:3]}, which the optimizer does not update.{WAY_OUT}")
 
 
 def optimizers_of(folder: FolderCheckpoint) -> list[SavedOptimizer]:
@@ -140,11 +146,19 @@ class SavedMasters:
 
     folder: FolderCheckpoint
 
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Of their shapes and dtypes, without memory."""
+        return {name: self.folder.tensor(key) for name, key in self._keys.items()}
+
+    @property
+    def _keys(self) -> dict[str, str]:
+        return {str(path[0]): key for path, key in self.folder.below(OWN_KEY, "masters").items()}
+
     def read(self, engine: ZeroEngine) -> dict[str, TensorShard]:
         """This rank's shards by name. All ranks call it."""
-        keys = {str(path[0]): key for path, key in self.folder.below(OWN_KEY, "masters").items()}
-        like = {name: self.folder.tensor(key) for name, key in keys.items()}
-        shards = engine.shards.room_for_masters({name: one.dtype for name, one in like.items() if one is not None})
+        keys = self._keys
+        shards = engine.shards.room_for_masters({name: one.dtype for name, one in self.tensors.items() if one is not None})
         self.folder.read({keys[name]: shard for name, shard in shards.items()})
         return shards
 
@@ -161,19 +175,23 @@ def load_optimizers(
     if states and len(states) != len(optimizers):
         raise ValueError(
             f"The checkpoint has the state of {len(states)} optimizer(s), the module has configured {len(optimizers)}."
-            f"{_WAY_OUT}"
+            f"{WAY_OUT}"
         )
     for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         if isinstance(state, SavedOptimizer):
             state = state.read(optimizer, module, engine)
+        else:
+            check_state(optimizer, index, state)
         # Before loading, which adds to the defaults.
         settings = [set(optimizer.defaults) & set(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
         _check_settings(optimizer, index, settings)
         if engine is None or engine.binding(optimizer) is None:
             _optimizer_to_device(optimizer, device)
-    masters = checkpoint.get(OWN_KEY, {}).get("masters", {})
+    own = checkpoint.get(OWN_KEY, {})
+    masters = own.get("masters", {}) if isinstance(own, dict) else own
     if engine is not None:
+        _check_masters(masters.tensors if isinstance(masters, SavedMasters) else masters, module)
         engine.whole.load_masters(masters.read(engine) if isinstance(masters, SavedMasters) else masters)
 
 
@@ -184,8 +202,19 @@ def _check_settings(optimizer: Optimizer, index: int, settings: list[set[str]]) 
         if missing:
             raise ValueError(
                 f"The checkpoint does not fit optimizer {index}, {type(optimizer).__qualname__}: its param groups have no"
-                f" {', '.join(map(repr, missing))}, so it was saved with another class of optimizer.{_WAY_OUT}"
+                f" {', '.join(map(repr, missing))}, so it was saved with another class of optimizer.{WAY_OUT}"
             )
+
+
+def _check_masters(masters: Any, module: nn.Module) -> None:
+    """Raise ValueError unless they are tensors of the parameters' shapes."""
+    if not isinstance(masters, Mapping):
+        raise ValueError(f"The checkpoint's master weights are {type(masters).__name__} instead of tensors by name.")
+    for name, parameter in module.named_parameters():
+        value = masters.get(name, parameter)
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"The checkpoint's master weight {name!r} is {found}, not {tuple(parameter.shape)}.")
 
 
 def _read_weights(folder: FolderCheckpoint, into: Mapping[str, Any]) -> dict[str, Any]:
