@@ -5,10 +5,11 @@ Gathers, reductions and control messages travel over groups of their own: ranks 
 """
 
 import hashlib
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
@@ -31,6 +32,7 @@ _WAY_OUT = (
 )
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _ASK_SECONDS = 1.0  # for ranks that did not meet to say where they are
+_ANSWER_SECONDS = 5.0  # for the store to pass it on
 _TAG_ROUNDS = 1024  # a tag may come round again long after its transfer is done
 
 
@@ -384,20 +386,37 @@ class Comm:
     def _apart(self, place: str, timeout: float | None) -> RuntimeError:
         """The error of ranks that did not meet. Who is where is found out over the store, which needs no partner: some
         may have given up already, others may never come."""
-        self._store.set(f"{self._exchanges}/{self.rank}", place.strip())
-        # The others' time limits end a little earlier or later.
-        deadline = time.monotonic() + min(_ASK_SECONDS, timeout or _ASK_SECONDS)
-        while True:
-            here = [r for r in self.topology.members if self._store.check([f"{self._exchanges}/{r}"])]
-            if len(here) == self.world_size or time.monotonic() > deadline:
-                break
-            time.sleep(0.01)
-        where = "; ".join(f"rank {r} is {self._store.get(f'{self._exchanges}/{r}').decode()}" for r in here)
+        here: dict[int, str] = {}
+        limit = min(_ASK_SECONDS, timeout or _ASK_SECONDS)
+        # Beside the program: the store has no time limit of its own where the host that keeps it is cut off.
+        asking = threading.Thread(target=self._ask, args=(place.strip(), limit, here), name="lightning_zero-ask", daemon=True)
+        asking.start()
+        asking.join(limit + _ANSWER_SECONDS)
+        if not here:
+            return RuntimeError(
+                f"Rank {self.rank} is {place.strip()}, and the other ranks did not come within {timeout or _ASK_SECONDS:g} s. Where they are is"
+                " not known: the store of the process group, on the host of rank 0, does not answer. That host is down, or"
+                " the network to it is."
+            )
+        where = "; ".join(f"rank {r} is {at}" for r, at in sorted(here.items()))
         away = [r for r in self.topology.members if r not in here]
         missing = f"; rank(s) {away} did not come within {timeout or _ASK_SECONDS:g} s" if away else ""
         return RuntimeError(
             f"The ranks have gone different ways: {where}{missing}. This is rank {self.rank}.{_WAY_OUT}"
         )
+
+    def _ask(self, place: str, seconds: float, here: dict[int, str]) -> None:
+        """Say where this rank is, and fill ``here`` with the others' places as they do. Their time limits end a little
+        earlier or later."""
+        exchange, deadline = self._exchanges, time.monotonic() + seconds
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(f"{exchange}/{self.rank}", place)
+            while True:
+                found = [r for r in self.topology.members if self._store.check([f"{exchange}/{r}"])]
+                if len(found) == self.world_size or time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+            here.update({r: self._store.get(f"{exchange}/{r}").decode() for r in found})
 
     @property
     def storage_group(self) -> Any:

@@ -1,7 +1,10 @@
 """A few of the runs that ``python -m tests.fuzz`` tries by the hundred."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.fuzz.resharding import Move, changes
 from tests.fuzz.training import OPTIMIZERS, Plan, differences
 from tests.harness import run
 
@@ -22,3 +25,11 @@ def test_much_is_drawn() -> None:
     assert {plan.strategy["offload"] for plan in plans} == {True, False}
     assert {plan.trainer.get("accumulate_grad_batches", 1) for plan in plans} == {1, 2, 3}
     assert {hook for plan in plans for hook in plan.hooks} == {"clamp", "mask", "norms", "read", "noise", "assign"}
+
+
+MOVES = {(1, 2): [0, 3], (2, 3): [7]}
+
+
+@pytest.mark.parametrize("worlds", MOVES)
+def test_checkpoints_go_from_ranks_to_ranks(worlds: tuple[int, int], tmp_path: Path) -> None:
+    assert changes(str(tmp_path), [Move(seed, worlds) for seed in MOVES[worlds]]) == {}
