@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -47,8 +48,11 @@ class OffloadConfig:
                 "OffloadConfig(optimizer='nvme', early_update=True): to take an early update back, its old masters and state"
                 " would have to stay in the memory that files are to save. Leave early_update out."
             )
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ValueError(f"OffloadConfig.num_threads must be at least 1, got {self.num_threads}")
+        if self.num_threads is not None and (type(self.num_threads) is not int or self.num_threads < 1):
+            raise ValueError(f"OffloadConfig.num_threads must be at least 1, got {self.num_threads!r}")
+        for name in ("early_update", "pin_memory"):
+            if getattr(self, name) not in (True, False, None):
+                raise TypeError(f"OffloadConfig.{name} must be True or False, got {getattr(self, name)!r}")
 
     @property
     def uses_nvme(self) -> bool:
@@ -137,8 +141,8 @@ class EngineConfig:
             raise ValueError(f"unit_size_mb must be positive, got {self.unit_bytes / 2**20}")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"prefetch must be a non-negative integer, got {self.prefetch!r}")
-        if self.read_timeout <= 0:
-            raise ValueError(f"read_timeout must be positive seconds, got {self.read_timeout}")
+        if isinstance(self.read_timeout, bool) or not isinstance(self.read_timeout, (int, float)) or not self.read_timeout > 0:
+            raise ValueError(f"read_timeout must be positive seconds, got {self.read_timeout!r}")
 
     @property
     def residence(self) -> Residence:
@@ -180,6 +184,16 @@ def first_delayed_step(delayed_update: bool | int, offload: OffloadConfig | None
     if not isinstance(delayed_update, int) or delayed_update < 0:
         raise ValueError(f"delayed_update must be a bool or the first delayed step (an int >= 0), got {delayed_update!r}")
     return delayed_update
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raise unless ``timeout`` is a time limit of collectives, or None for torch's."""
+    if timeout is None:
+        return
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}: write timedelta(seconds=...)")
+    if timeout <= timedelta():
+        raise ValueError(f"timeout must be positive, got {timeout}")
 
 
 def check_tiers(offload: OffloadConfig | None, stage: Any) -> None:

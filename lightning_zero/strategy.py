@@ -34,6 +34,7 @@ from lightning_zero.config import (
     EngineConfig,
     OffloadConfig,
     check_tiers,
+    check_timeout,
     checked_reduce_dtype,
     checked_unit_bytes,
     checked_unit_policy,
@@ -51,7 +52,7 @@ from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
 from lightning_zero.partition.optimizer import Updater
 from lightning_zero.partition.rest import Tiers
-from lightning_zero.plugins import TakesPlugins
+from lightning_zero.plugins import TakesPlugins, check_plugins
 from lightning_zero.progress import LateBar
 from lightning_zero.saving import SavesShards
 from lightning_zero.stopping import stop_together
@@ -133,6 +134,10 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             timeout=timeout,
             start_method=start_method,
         )
+        check_plugins(
+            checkpoint_io=checkpoint_io, cluster_environment=cluster_environment, parallel_devices=parallel_devices
+        )
+        check_timeout(timeout)
         self._precision_plugin = precision_plugin
         checked_shard_group_size(shard_group_size)
         self.shard_group_size = shard_group_size
