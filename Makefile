@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench sanitize clean
 
 # One thread for each of the two ranks: they fill two cores, and do not fight over them where there are no more.
 demo: $(READY)
@@ -19,6 +19,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_time.py
+
+sanitize: $(READY)
+	$(BIN)/python -m tests.native.sanitize
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
