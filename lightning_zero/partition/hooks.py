@@ -113,18 +113,28 @@ def hook_gradients(gradients: UnitGradients, listener: Listener) -> list[Removab
     Before, because the user may call ``backward`` past the strategy (manual optimization, a penalty in a hook), and
     autograd must not add to what stands in ``p.grad``.
     """
-
-    def coming(grad: Tensor) -> None:
-        listener.gradient_coming()
-
     handles: list[RemovableHandle] = []
     for index, parameter in enumerate(gradients.unit.tensors):
         if not parameter.requires_grad or gradients.hooked >> index & 1:
             continue
         gradients.hooked |= 1 << index
-        handles.append(parameter.register_post_accumulate_grad_hook(_GradientHook(gradients, index, listener)))
-        handles.append(parameter.register_hook(coming))
+        arrival = parameter.register_post_accumulate_grad_hook(_GradientHook(gradients, index, listener))
+        handles += [arrival, parameter.register_hook(_ComingHook(parameter, arrival.id, listener))]
     return handles
+
+
+class _ComingHook:
+    __slots__ = ("_hooks", "_last", "_listener")
+
+    def __init__(self, parameter: nn.Parameter, last: int, listener: Listener) -> None:
+        self._hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
+        self._last, self._listener = last, listener
+
+    def __call__(self, grad: Tensor) -> None:
+        self._listener.gradient_coming()
+        if len(self._hooks) > 1 and next(reversed(self._hooks)) != self._last:
+            # Hooks of the user see `p.grad`, whenever they were registered: ours, which moves it away, comes last.
+            self._hooks[self._last] = self._hooks.pop(self._last)
 
 
 class _GradientHook:

@@ -172,6 +172,24 @@ def test_parameters_that_come_later(tmp_path: Path, stage: int) -> None:
         assert torch.equal(mine["exp_avg_sq"], plain["exp_avg_sq"])
 
 
+def halve_gradient(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class HalvesGradients(Net):
+    def on_fit_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(halve_gradient)
+
+
+def test_gradients_edited_as_they_are_accumulated(tmp_path: Path) -> None:
+    sgd = partial(HalvesGradients, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    plain = fitted(tmp_path, SingleDeviceStrategy(), sgd).lightning_module
+    for stage in STAGES:
+        assert_same_weights(fitted(tmp_path, ZeroStrategy(stage=stage), sgd).lightning_module, plain)
+
+
 class Counting(Precision):
     calls = 0
 
