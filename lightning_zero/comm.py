@@ -310,8 +310,14 @@ class Comm:
                     self.stats.count("broadcast", tensor.numel() * tensor.element_size())
                 works.append(dist.broadcast(tensor, self.topology.members[src], self._reduce_group, async_op=True))
             with self.stats.waiting("broadcast"):
-                for work in works:
-                    work.wait()
+                try:
+                    for work in works:
+                        work.wait()
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"rank {self.rank}: a broadcast from rank {src} failed. One of the ranks has ended, or is somewhere"
+                        f" else in the program and did not answer in time. ({error})"
+                    ) from error
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""

@@ -55,7 +55,7 @@ def _check_entry(what: str, key: Any, entries: Mapping[str, Any], name: str, exa
 
 def _trial(optimizer: Optimizer, group: dict[str, Any], device: torch.device, what: str) -> dict[str, Any]:
     """The state that a step with the saved settings makes for a parameter of two elements."""
-    parameter = nn.Parameter(torch.zeros(2, device=device))
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float32, device=device))
     parameter.grad = torch.zeros_like(parameter)
     trial = probe(optimizer, group, [parameter])
     trial.state[parameter] = {}

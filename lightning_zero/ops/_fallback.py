@@ -42,7 +42,7 @@ def adam_step_(
         [exp_avg.view(shape)],
         [exp_avg_sq.view(shape)],
         [] if max_exp_avg_sq is None else [max_exp_avg_sq.view(shape)],
-        [torch.tensor(float(step - 1))],  # the function counts this step itself
+        [torch.tensor(float(step - 1), dtype=torch.float32)],  # the function counts this step itself
         fused=True,
         amsgrad=max_exp_avg_sq is not None,
         beta1=beta1,

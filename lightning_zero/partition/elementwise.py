@@ -117,7 +117,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 def states_per_element(optimizer: Optimizer, group: dict[str, Any]) -> int:
     """How many numbers of state the optimizer keeps for an element of this group: 2 for Adam. A trial step tells."""
     device = group["params"][0].device if group["params"] else torch.device("cpu")
-    parameter = nn.Parameter(torch.zeros(8, device=device))
+    parameter = nn.Parameter(torch.zeros(8, dtype=torch.float32, device=device))
     trial = probe(optimizer, group, [parameter])
     parameter.grad = torch.zeros_like(parameter)
     trial.step()

@@ -387,7 +387,9 @@ class OptimizerBinding:
             if isinstance(value, TensorShard):
                 local[name] = value.data.tensor if isinstance(value.data, Rested) else value.data
             elif is_element_wise(name, value, slot.shape):
-                local[name] = in_memory_order(value, slot.stride)[start].to(shard.device, copy=True)
+                # State that was made like a 16-bit weight is that of its master.
+                dtype = shard.dtype if value.dtype == parameter.dtype else value.dtype
+                local[name] = in_memory_order(value, slot.stride)[start].to(shard.device, dtype, copy=True)
             else:
                 local[name] = value
         return local if self._updater is None else self._updater.keep(self.optimizer, unit, index, local)
@@ -495,7 +497,7 @@ class OptimizerBinding:
             for parameter in group["params"]:
                 shard = self._shard(parameter)
                 if shard is None:
-                    shard = nn.Parameter(torch.empty(0, device=parameter.device))
+                    shard = nn.Parameter(torch.empty(0, dtype=torch.float32, device=parameter.device))
                 self._swapped.append((parameter, shard, shard))
                 stand_ins.append(shard)
             group["params"] = stand_ins

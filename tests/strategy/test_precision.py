@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_zero import ZeroStrategy
 from lightning_zero.precision import ZeroPrecision
 from tests.harness import make_trainer, run
-from tests.parity import STAGES, RandomData, all_stages, assert_same
+from tests.parity import STAGES, Outcome, RandomData, all_stages, assert_same, trained
 
 
 class Mixture(pl.LightningModule):
@@ -53,6 +53,8 @@ class Mixture(pl.LightningModule):
         parameters = [p for p in self.parameters() if p.requires_grad]
         if self.optimizer_name == "sgd":
             return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+        if self.optimizer_name == "adagrad":  # makes its state when it is built, of what the module's weights are then
+            return torch.optim.Adagrad(parameters, lr=1e-2)
         return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
@@ -66,10 +68,53 @@ def test_mixed_is_lightnings_amp(world: int, optimizer: str, flag: str, monkeypa
     is what autocast's backward gives, before it is widened."""
     monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
     kwargs = {"data": (16, 6), "precision": flag, "gradient_clip_val": 1e6}
-    results = run(world, all_stages, partial(Mixture, optimizer), kwargs)
+    assert_same_but_evaluation(run(world, all_stages, partial(Mixture, optimizer), kwargs))
+
+
+def test_mixed_is_lightnings_amp_with_reduction_in_fp32() -> None:
+    kwargs = {"data": (16, 6), "precision": "bf16-mixed", "strategy_kwargs": {"reduce_dtype": torch.float32}}
+    assert_same_but_evaluation(run(2, all_stages, Mixture, kwargs))
+
+
+def assert_same_but_evaluation(results: list[dict[int, Outcome]]) -> None:
     assert results[0][0].weights["linear.weight"].dtype == torch.float32
     # In evaluation plain attention takes a fused path with another rounding if weights and input have one dtype.
     assert_same(results, exact=True, metrics_tolerance={"rtol": 1e-3, "atol": 1e-3})
+
+
+class ByHand(Mixture):
+    """The same steps by manual optimization: these run inside ``training_step``, where 16-true has another default dtype."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.extra = {"state": {_short(value.dtype) for state in self.optimizers().state.values() for value in state.values()}}
+        return loss
+
+
+def by_hand_and_not(optimizer: str) -> list[dict[int, Outcome]]:
+    settings = {"data": (16, 6), "precision": "16-true"}
+    return [
+        {stage: trained(partial(kind, optimizer), stage, **settings) for stage in STAGES} for kind in (ByHand, Mixture)
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
+def test_half_precision_by_hand(optimizer: str) -> None:
+    for by_hand, automatic in run(2, by_hand_and_not, optimizer):
+        for stage in STAGES:
+            assert by_hand[stage].extra["state"] == {"float32"}
+            for name, value in automatic[stage].weights.items():
+                # Buffers come from rank 0 in automatic optimization only, as under DDP.
+                if "running" not in name:
+                    assert torch.equal(by_hand[stage].weights[name], value), f"stage {stage}: {name}"
+                assert value.isfinite().all()
 
 
 # flag -> what steps compute with, gradient on the wire, gradient kept, master, file (linear weight / norm weight)
