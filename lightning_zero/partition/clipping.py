@@ -37,9 +37,9 @@ class GradientShards:
     def unscale(self, inverse_scale: float) -> Tensor:
         """Multiply by ``inverse_scale``; returns 1.0 if any rank's were not finite, else 0.0 (0-dim)."""
         home = self._shards[0].device if self._shards else self._comm.device
-        # Said explicitly: a step of manual optimization under 16-true has another default.
-        like = {"dtype": torch.float32, "device": home}
-        found, scale = torch.zeros((), **like), torch.full((), inverse_scale, **like)
+        # The dtype is named, since a step of manual optimization under 16-true has another default.
+        found = torch.zeros((), dtype=torch.float32, device=home)
+        scale = torch.full((), inverse_scale, dtype=torch.float32, device=home)
         if self._shards:
             torch._amp_foreach_non_finite_check_and_unscale_(self._shards, found, scale)
         return self._comm.all_reduce_everywhere(found.to(self._comm.device), "max")
