@@ -282,8 +282,10 @@ class Comm:
         """Reduce a small tensor in place over the data-parallel ranks (``sum`` or ``max``) and return it."""
         if self.world_size > 1:
             self._count_control(tensor)
-            group = self._control_group if tensor.device.type == "cpu" else self._reduce_group
-            with self.stats.waiting(CONTROL_CALLS):
+            # Not among the exchanges, if there is a choice: a rank that an exception has brought to one must not meet
+            # another's sum there. Gloo ends the process where sizes differ.
+            group = self._reduce_group if tensor.device.type == self.device.type else self._control_group
+            with self.stats.waiting(CONTROL_CALLS), self._losing_ranks("a sum over the ranks"):
                 dist.all_reduce(tensor, op=_OPS[op], group=group)
         return tensor
 
@@ -309,15 +311,20 @@ class Comm:
                 if counted:
                     self.stats.count("broadcast", tensor.numel() * tensor.element_size())
                 works.append(dist.broadcast(tensor, self.topology.members[src], self._reduce_group, async_op=True))
-            with self.stats.waiting("broadcast"):
-                try:
-                    for work in works:
-                        work.wait()
-                except RuntimeError as error:
-                    raise RuntimeError(
-                        f"rank {self.rank}: a broadcast from rank {src} failed. One of the ranks has ended, or is somewhere"
-                        f" else in the program and did not answer in time. ({error})"
-                    ) from error
+            with self.stats.waiting("broadcast"), self._losing_ranks(f"a broadcast from rank {src}"):
+                for work in works:
+                    work.wait()
+
+    @contextmanager
+    def _losing_ranks(self, what: str) -> Iterator[None]:
+        """Around a collective: its error says what has happened."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank}: {what} failed. One of the ranks has ended, or is somewhere else in the program and did"
+                f" not answer in time. ({error})"
+            ) from error
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.partition import gradients
 from tests.harness import WorldError, make_trainer, run
 from tests.parity import STAGES, Outcome, RandomData, all_stages, assert_same, make_strategy, outcome
@@ -448,3 +449,35 @@ def test_a_stop_signal_in_the_sanity_check_ends_training_after_its_first_batch()
 def test_a_stop_signal_in_evaluation_ends_it_with_the_batch() -> None:
     """Ranks that gather are at the same one."""
     assert run(2, stopped, "validate", (3,)) == [[2]] * 2
+
+
+class BreaksBeforeClipping(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.body(batch).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 1:
+            raise ArithmeticError("only here")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def breaks_before_clipping(stage: int) -> None:
+    strategy = ZeroStrategy(stage=stage, read_timeout=1.0)
+    trainer = make_trainer(".", strategy=strategy, max_steps=3, gradient_clip_val=0.1)
+    trainer.fit(BreaksBeforeClipping(), DataLoader(RandomData(16, 8), batch_size=2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exception_on_one_rank_does_not_meet_the_norm_of_another(stage: int) -> None:
+    """Sums of other sizes would end the process of the rank that goes on, from within Gloo."""
+    with pytest.raises(WorldError) as error:
+        run(2, breaks_before_clipping, stage)
+    assert "only here" in str(error.value)
+    assert "died" not in str(error.value)
+    assert "hung" not in str(error.value)
