@@ -2,9 +2,10 @@
 
     python benchmarks/offload_pipeline.py --rounds 5 --json result.json
 
-The device is simulated: each layer's backward sleeps for as long as a device would compute, so the host's cores are free
-as they are beside a real one. Modes take turns in every round; reported are medians of a mode's time over that of the
-step at once in the same round, and how much of the host's step was hidden.
+The device is simulated: each layer's forward and backward sleep for as long as a device would compute, so the host's cores
+are free as they are beside a real one; its gradients are numbers that were made before, and each copy between the two
+takes as long as it would over a bus. Modes take turns in every round; reported are medians of a mode's time over that of
+the step at once in the same round, and how much of what the step at once takes beside the device's time was hidden.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import statistics
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,31 +23,79 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import OffloadConfig
+from lightning_zero.transfer import HostPool, Link, Transfer
 
 
-class _Busy(torch.autograd.Function):
-    """Passes its input on; backward takes ``seconds``, in which the host is idle."""
+class _OnDevice(torch.autograd.Function):
+    """A layer in which the host is idle: for ``seconds`` in forward, twice that in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, weight: Tensor, grad: Tensor, seconds: float) -> Tensor:
+        ctx.grad, ctx.seconds = grad, seconds
+        time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        time.sleep(ctx.seconds)
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return grad, ctx.grad, None, None
+
+
+class _Bus(HostPool):
+    """The way to the simulated device: copies in one direction follow each other, and the host may go on meanwhile."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        super().__init__(pin_memory=False)
+        self._bytes_per_second = bytes_per_second
+        self._directions = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def download(self, source: Tensor, target: Tensor) -> Transfer:
+        return _Copy(self._directions[0].submit(self._copy, source, target))
+
+    def upload(self, source: Tensor, target: Tensor) -> Transfer:
+        return _Copy(self._directions[1].submit(self._copy, source, target))
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        end = time.perf_counter() + source.nbytes / self._bytes_per_second
+        target.copy_(source)
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+
+class _Copy:
+    def __init__(self, future: Future) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    synchronize = wait
+
+
+class _OverBus(ZeroStrategy):
+    """Takes this host for a device at the other end of a bus."""
+
+    bytes_per_second = 0.0
+
+    def _make_link(self) -> Link:
+        return _Bus(self.bytes_per_second)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
 
 
 class Layers(pl.LightningModule):
     def __init__(self, width: int, depth: int, seconds: float) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.grad = torch.randn(width, width, dtype=torch.bfloat16)
         self.seconds = seconds
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for layer in self.layers:
-            batch = _Busy.apply(layer(batch), self.seconds)
+            batch = _OnDevice.apply(batch, layer.weight, self.grad, self.seconds)
         return batch.float().square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -84,11 +134,11 @@ def step_seconds(mode: str, width: int, depth: int, seconds: float, steps: int) 
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
-            accelerator="cpu", devices=1, strategy=ZeroStrategy(stage=2, unit_size_mb=width * width * 2 / 2**20, **strategy),
+            accelerator="cpu", devices=1, strategy=_OverBus(stage=2, unit_size_mb=width * width * 2 / 2**20, **strategy),
             precision="bf16-true", max_steps=steps, callbacks=[clock], logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **settings,
         )  # fmt: skip
-        trainer.fit(Layers(width, depth, seconds), DataLoader(torch.randn(steps * 2, width), batch_size=2))
+        trainer.fit(Layers(width, depth, seconds), DataLoader(torch.randn(steps, 8), batch_size=1))
     return clock.median
 
 
@@ -98,22 +148,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="steps of a mode in a round")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--layer-ms", type=float, default=8.0, help="simulated backward of one layer on the device")
+    parser.add_argument("--layer-ms", type=float, default=3.0, help="simulated forward of one layer on the device")
+    parser.add_argument("--bus-gb", type=float, default=12.0, help="GB/s of the simulated bus, in each direction")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    seconds = args.layer_ms / 1e3
+    seconds, _OverBus.bytes_per_second = args.layer_ms / 1e3, 1e9 * args.bus_gb
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(args.rounds):
         for mode in MODES:
             times[mode].append(step_seconds(mode, args.width, args.depth, seconds, args.steps))
     base = times["at once"]
-    print(f"{args.depth} layers of {args.width} x {args.width}, {args.depth * args.layer_ms:g} ms of backward on the device")
+    device = 3 * args.depth * args.layer_ms
+    host = 1e3 * statistics.median(base) - device
+    print(f"{args.depth} layers of {args.width} x {args.width}, {device:g} ms of forward and backward on the device")
     rows = {}
     for mode, measured in times.items():
         ratio = statistics.median(t / b for t, b in zip(measured, base, strict=True))
-        rows[mode] = {"ms": 1e3 * statistics.median(measured), "of_at_once": ratio}
-        print(f"{mode:36} {rows[mode]['ms']:8.1f} ms   {ratio:.2f} of the step at once")
+        saved = statistics.median(1e3 * (b - t) for t, b in zip(measured, base, strict=True))
+        rows[mode] = {"ms": 1e3 * statistics.median(measured), "of_at_once": ratio, "hidden": saved / host}
+        print(f"{mode:36} {rows[mode]['ms']:8.1f} ms   {ratio:.2f} of the step at once, {saved / host:4.0%} of {host:.0f} ms hidden")
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"arguments": vars(args), "modes": rows}, file, indent=1)

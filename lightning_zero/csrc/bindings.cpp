@@ -94,6 +94,13 @@ NB_MODULE(_kernels, m) {
         },
         nb::call_guard<nb::gil_scoped_release>());
     m.def(
+        "is_copy",
+        [](const std::string& isa, uintptr_t exact, uintptr_t copy, int dtype, int64_t numel, int num_threads) {
+            return is_copy(isa_named(isa), pointer<const float>(exact), pointer<const void>(copy),
+                           static_cast<DType>(dtype), numel, num_threads);
+        },
+        nb::call_guard<nb::gil_scoped_release>());
+    m.def(
         "cross_entropy",
         [](const std::string& isa, int64_t rows, int64_t classes, uintptr_t logits, int dtype, uintptr_t grad,
            uintptr_t target, int64_t ignore_index, uintptr_t weight, double weight_sum, double label_smoothing,

@@ -86,6 +86,15 @@ bool has_nonfinite(Isa isa, const void* grad, DType dtype, int64_t numel, int nu
     return found.load(std::memory_order_relaxed);
 }
 
+bool is_copy(Isa isa, const float* exact, const void* copy, DType dtype, int64_t numel, int num_threads) {
+    const KernelTable* kernels = table(isa);
+    std::atomic<bool> differs{false};
+    parallel_for(numel, num_threads, kScanGrain, kCacheLine, [&](int64_t begin, int64_t end) {
+        if (!kernels->is_copy(exact, copy, dtype, begin, end)) differs.store(true, std::memory_order_relaxed);
+    });
+    return !differs.load(std::memory_order_relaxed);
+}
+
 void cross_entropy(Isa isa, const CrossEntropy& rows, int64_t count, int num_threads) {
     const KernelTable* kernels = table(isa);
     parallel_for(count, num_threads, rows_per_thread(kSoftmaxGrain, rows.classes), 1,

@@ -189,7 +189,32 @@ inline bool has_nonfinite(const void* grad, DType dtype, int64_t begin, int64_t 
     }
 }
 
+// Rounded a block at a time and compared as words, which compilers vectorise by themselves.
+template <class V, class Copy>
+bool is_copy_range(const float* exact, const Copy* copy, int64_t begin, int64_t end) {
+    constexpr int64_t kBlock = 512;
+    alignas(64) Copy rounded[kBlock];
+    for (int64_t start = begin; start < end; start += kBlock) {
+        const int64_t count = end - start < kBlock ? end - start : kBlock;
+        const float* from = exact + start;
+        int64_t i = 0;
+        for (; i + V::width <= count; i += V::width) {
+            __builtin_prefetch(from + i + kSumPrefetch);
+            V::store(rounded + i, V::load(from + i));
+        }
+        for (; i < count; ++i) Scalar::store(rounded + i, Scalar::load(from + i));
+        if (std::memcmp(rounded, copy + start, static_cast<size_t>(count) * sizeof(Copy)) != 0) return false;
+    }
+    return true;
+}
+
+template <class V>
+bool is_copy(const float* exact, const void* copy, DType dtype, int64_t begin, int64_t end) {
+    return dtype == DType::kBFloat16 ? is_copy_range<V>(exact, static_cast<const bf16*>(copy), begin, end)
+                                     : is_copy_range<V>(exact, static_cast<const fp16*>(copy), begin, end);
+}
+
 #include "cross_entropy_body.h"
 
 template <class V>
-constexpr KernelTable kTable = {&adam<V>, &sum_of_squares<V>, &has_nonfinite, &cross_entropy<V>, &scale_rows<V>};
+constexpr KernelTable kTable = {&adam<V>, &sum_of_squares<V>, &has_nonfinite, &is_copy<V>, &cross_entropy<V>, &scale_rows<V>};

@@ -77,6 +77,7 @@ struct KernelTable {
     void (*adam)(const AdamFactors&, const AdamBuffers&, int64_t begin, int64_t end);
     double (*sum_of_squares)(const void* grad, DType, int64_t begin, int64_t end);
     bool (*has_nonfinite)(const void* grad, DType, int64_t begin, int64_t end);
+    bool (*is_copy)(const float* exact, const void* copy, DType, int64_t begin, int64_t end);
     void (*cross_entropy)(const CrossEntropy&, int64_t begin, int64_t end);
     void (*scale_rows)(void* x, DType, int64_t columns, const float* factors, int64_t begin, int64_t end);
 };
@@ -94,6 +95,8 @@ bool isa_available(Isa isa);
 void adam_step(Isa isa, const AdamFactors& factors, AdamBuffers buffers, int64_t numel, int num_threads);
 double sum_of_squares(Isa isa, const void* grad, DType dtype, int64_t numel, int num_threads);
 bool has_nonfinite(Isa isa, const void* grad, DType dtype, int64_t numel, int num_threads);
+// Whether each 16-bit copy has the bits that adam_step would write beside its parameter.
+bool is_copy(Isa isa, const float* exact, const void* copy, DType dtype, int64_t numel, int num_threads);
 void cross_entropy(Isa isa, const CrossEntropy& rows, int64_t count, int num_threads);
 void scale_rows(Isa isa, void* x, DType dtype, int64_t count, int64_t columns, const float* factors, int num_threads);
 

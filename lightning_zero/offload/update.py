@@ -92,8 +92,8 @@ class HostUpdate:
         for item in (item for group in groups for item in group.items):
             key = item.unit.index, item.grad.dtype
             if key not in kept:
-                # Zeros for the padding, over which kernels run as well.
-                kept[key] = self._kept.take(item.unit.layout.shard_numel, item.grad.dtype).zero_()
+                room = self._kept.take(item.unit.layout.shard_numel, item.grad.dtype)
+                kept[key] = item.unit.without_padding(room)  # kernels run over it as well
             item.grad = kept[key][item.start : item.start + item.grad.numel()].copy_(item.grad)
         return list(kept.values())
 

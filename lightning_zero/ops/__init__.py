@@ -6,6 +6,7 @@ from lightning_zero.ops.cross_entropy import FusedCrossEntropyLoss, fused_cross_
 from lightning_zero.ops.files import BLOCK_BYTES, FileQueue, FileTransfer, OpenFile
 from lightning_zero.ops.gradients import has_nonfinite, sum_of_squares
 from lightning_zero.ops.linear_cross_entropy import fused_linear_cross_entropy
+from lightning_zero.ops.rounding import is_rounded_copy
 
 __all__ = [
     "BLOCK_BYTES",
@@ -19,6 +20,7 @@ __all__ = [
     "fused_cross_entropy",
     "fused_linear_cross_entropy",
     "has_nonfinite",
+    "is_rounded_copy",
     "native_isa",
     "sum_of_squares",
 ]

@@ -65,6 +65,10 @@ def has_nonfinite(grad: Tensor) -> bool:
     return not bool(torch.isfinite(grad).all())
 
 
+def is_rounded_copy(copy: Tensor, exact: Tensor) -> bool:
+    return torch.equal(exact.to(copy.dtype).view(torch.int16), copy.view(torch.int16))
+
+
 def cross_entropy_rows(
     logits: Tensor,
     target: Tensor,

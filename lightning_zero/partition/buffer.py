@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Comm
+from lightning_zero.ops import is_rounded_copy
 from lightning_zero.partition import handle
 from lightning_zero.partition.layout import FlatLayout
 from lightning_zero.partition.memory import BufferPool, FlatViews, allocate
@@ -259,6 +260,8 @@ def write_changes(values: Tensor, shard: Tensor) -> bool:
 
     An element of a wider shard keeps its extra bits unless its rounded value changed.
     """
+    if _is_rounded(values, shard):
+        return False
     rounded = shard.to(values.dtype).to(values.device)  # in this order: 16 bits travel
     if _same_bits(values, rounded):
         return False
@@ -268,6 +271,16 @@ def write_changes(values: Tensor, shard: Tensor) -> bool:
         changed = (values != rounded).to(shard.device)
         shard.copy_(torch.where(changed, values.to(shard), shard))
     return True
+
+
+def _is_rounded(values: Tensor, shard: Tensor) -> bool:
+    """Whether one pass over 16-bit weights and their master, without room for what it rounds to, finds them in step."""
+    return (
+        values.dtype in (torch.bfloat16, torch.float16) and shard.dtype == torch.float32
+        and values.device.type == shard.device.type == "cpu"
+        and values.is_contiguous() and shard.is_contiguous()
+        and is_rounded_copy(values.view(-1), shard.view(-1))
+    )  # fmt: skip
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

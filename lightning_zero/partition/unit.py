@@ -113,7 +113,7 @@ class Unit:
         self._outgoing: Tensor | None = None
         self._staging = link if rest is None else tiers.memory
         self._published = self._sum_of_weights()
-        """Of the model weights, as the master that rests elsewhere has them: it need not be read to find no edits."""
+        """Of the model weights, as the master that is elsewhere has them: it need not be brought to find no edits."""
         self.shards = [self._shard_of(i) for i in range(len(self.tensors))]
 
     def __repr__(self) -> str:
@@ -228,12 +228,16 @@ class Unit:
     def _stage(self, link: Link | HostPool) -> Tensor:
         """Host memory for the model weights' shard on its way to the device, or to where it rests."""
         if self._outgoing is None:
-            self._outgoing = link.take(self.layout.shard_numel, self.dtype)
-            start = 0
-            for owned in [*self.owned, slice(self.layout.shard_numel, 0)]:
-                self._outgoing[start : owned.start].zero_()  # padding
-                start = owned.stop
+            self._outgoing = self.without_padding(link.take(self.layout.shard_numel, self.dtype))
         return self._outgoing
+
+    def without_padding(self, shard: Tensor) -> Tensor:
+        """``shard``, of shape ``(shard_numel,)``, with zeros where no parameter is."""
+        start = 0
+        for owned in [*self.owned, slice(self.layout.shard_numel, 0)]:
+            shard[start : owned.start].zero_()
+            start = owned.stop
+        return shard
 
     def checksum(self) -> int:
         """A number that is the same on ranks that see the same bits in the unsharded parameters."""
@@ -286,8 +290,9 @@ class Unit:
         self.put_away()
 
     def _sum_of_weights(self, weights: Tensor | None = None) -> int | None:
-        """A checksum of the model weights' shard; None where the master is here, and comparing with it is as cheap."""
-        if self._master_rest is None or not self.buffer.is_whole:
+        """A checksum of the model weights' shard; None where the master is at hand, and comparing with it is as cheap."""
+        at_hand = self._master_rest is None and (self.master is None or self.master.device == self.buffer.shard.device)
+        if at_hand or not self.buffer.is_whole:
             return None
         return _checksum(self.buffer.shard if weights is None else weights)
 
