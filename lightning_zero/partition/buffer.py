@@ -61,9 +61,10 @@ class ShardedBuffer:
         self._on_access = on_access
         self._whole = whole is not None
         self.dtype = dtype
-        self._resting_dtype = tensors[0].dtype
         self._device = device
         self._classes = [type(t) for t in tensors]
+        value = handle.placeholder(tensors[0].dtype, device)
+        self._resting = [value.expand(t.shape) for t in tensors]
         self._work: Work | None = None
         self.arriving: Transfer | None = None
         """The own shard's new values on their way from the host."""
@@ -138,11 +139,10 @@ class ShardedBuffer:
 
     def detach(self) -> None:
         """Turn the tensors into handles, leaving the bytes alone."""
-        value = handle.placeholder(self._resting_dtype, self._device)
-        for tensor, cls in zip(self.tensors, self._classes, strict=True):
+        for tensor, cls, resting in zip(self.tensors, self._classes, self._resting, strict=True):
             if tensor.__class__ is cls:
                 if not self._whole:
-                    tensor.data = value.expand(tensor.shape)
+                    tensor.data = resting
                 tensor.__class__ = handle.sharded_class(cls)
         self.state = State.SHARDED
         self._pool.ledger.changed()
@@ -240,7 +240,9 @@ class ShardedBuffer:
         self._work = self._comm.all_gather(self.buffer.flat, self._shard_to_send(), self._channel)
 
     def _shard_to_send(self) -> Tensor:
-        return bytes_of(self.shard).to(self.dtype).to(self._device)
+        shard = bytes_of(self.shard)
+        here = shard.dtype == self.dtype and shard.device == self._device
+        return shard if here else shard.to(self.dtype).to(self._device)
 
     def _wait(self) -> None:
         if self._work is None:

@@ -10,7 +10,7 @@ An unsharded tensor has its own class and its own data, so the hot path pays not
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -157,10 +157,19 @@ def materialize(handle: Tensor) -> None:
         raise AssertionError(f"{owner} did not unshard a tensor of shape {tuple(handle.shape)}")
 
 
-@contextmanager
-def outside_transforms() -> Iterator[None]:
+def outside_transforms() -> AbstractContextManager[None]:
     """Suspends the ``torch.func`` transforms and dispatch modes (selective recompute, FLOP counters) under way: what is
     gathered inside one must not become part of it."""
+    if torch._C._functorch.peek_interpreter_stack() is None and not torch._C._len_torch_dispatch_stack():
+        return _NOTHING  # nearly always; every hook on a module comes here
+    return _suspended()
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _suspended() -> Iterator[None]:
     with ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())

@@ -339,9 +339,10 @@ class OptimizerBinding:
                 shard = unit.shards[index]
                 if shard is None:
                     continue
-                gradient = gradient.to(shard.device)  # the user's own may be elsewhere
+                if gradient.device != shard.device:
+                    gradient = gradient.to(shard.device)  # the user's own
                 if self._updater is None:
-                    shard.grad = gradient.to(shard.dtype)
+                    shard.grad = gradient if gradient.dtype == shard.dtype else gradient.to(shard.dtype)
                 if parameter in state:
                     state[shard] = state.pop(parameter)
                 self._swapped.append((parameter, shard, gradient))

@@ -1,6 +1,6 @@
-"""``python -m tests.faults.two_hosts``: two network namespaces for two hosts, and a link between them that is cut.
+"""``python -m tests.faults.two_hosts``: two network namespaces for two hosts, and a bad link between them that is cut.
 
-Needs root, ``ip`` and ``torchrun``. Nothing leaves the two namespaces, which are removed however it ends.
+Needs root, ``ip`` and /dev/net/tun. Nothing leaves the two namespaces, which are removed however it ends.
 """
 
 import os
@@ -17,16 +17,13 @@ from typing import Any
 
 import torch
 
+from tests.faults.bad_link import BadLink
 from tests.faults.host import TIMEOUT_SECONDS, train
 from tests.fresh import environment
 from tests.harness import run
 
 START_SECONDS = 120.0
-SHAPES = {
-    "delay and loss": "netem delay 2ms loss 1%",
-    "a slow link": "tbf rate 20mbit burst 32kbit latency 50ms",
-}
-"""What a kernel may have to make the link worse, the best first."""
+DELAY, LOSS = 0.002, 0.01
 
 
 def _ip(*arguments: str) -> None:
@@ -38,33 +35,31 @@ class Hosts:
     """Two namespaces with one link between them."""
 
     names: tuple[str, str] = field(default_factory=lambda: (f"zero-{os.getpid()}-0", f"zero-{os.getpid()}-1"))
-    device: str = "veth0"
+    device: str = "link0"
     addresses: tuple[str, str] = ("10.213.0.1", "10.213.0.2")
+    between: BadLink | None = None
 
     def make(self) -> None:
         for name in self.names:
             _ip("netns", "add", name)
-        _ip("-n", self.names[0], "link", "add", self.device, "type", "veth", "peer", self.device, "netns", self.names[1])
-        for name, address in zip(self.names, self.addresses):
+        self.between = BadLink(f"zero{os.getpid()}", DELAY, LOSS)
+        for name, end, address in zip(self.names, self.between.names, self.addresses):
+            _ip("link", "set", end, "netns", name)
+            _ip("-n", name, "link", "set", end, "name", self.device)
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", self.device)
             _ip("-n", name, "link", "set", "lo", "up")
         self.link("up")
+        self.between.start()
 
     def remove(self) -> None:
+        if self.between is not None:
+            self.between.close()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     def link(self, state: str) -> None:
         for name in self.names:
             _ip("-n", name, "link", "set", self.device, state)
-
-    def worsen(self) -> str:
-        """Make the link as bad as this kernel can; what that is."""
-        for what, shape in SHAPES.items():
-            commands = [["tc", "-n", name, "qdisc", "add", "dev", self.device, "root", *shape.split()] for name in self.names]
-            if all(subprocess.run(command, capture_output=True, check=False).returncode == 0 for command in commands):
-                return f"{what} ({shape})"
-        return "nothing: this kernel has neither netem nor tbf"
 
     def start(self, host: int, arguments: list[str], output: Path) -> subprocess.Popen:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host}", "--nproc-per-node=1"]
@@ -108,7 +103,9 @@ def alone(folder: str) -> dict[str, Any]:
 
 @dataclass
 class Report:
-    shape: str = ""
+    carried: int = 0
+    lost: int = 0
+    """Packets on the link before it was cut."""
     statuses: list[int | None] = field(default_factory=list)
     """Of the launchers when the link was cut."""
     outputs: list[str] = field(default_factory=list)
@@ -127,7 +124,6 @@ def cut_and_resume(folder: Path) -> Report:
     place.mkdir()
     wanted = run(2, alone, str(folder / "alone"))[0]["weights"]
     with hosts() as both:
-        report.shape = both.worsen()
         outputs = [folder / f"output{host}" for host in range(2)]
         processes = [both.start(host, [str(place), "--wait-for-cut"], outputs[host]) for host in range(2)]
         try:
@@ -136,6 +132,7 @@ def cut_and_resume(folder: Path) -> Report:
                 if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
                     raise RuntimeError("the hosts did not come to train:\n" + "\n".join(o.read_text() for o in outputs))
                 time.sleep(0.05)
+            report.carried, report.lost = both.between.carried, both.between.lost  # type: ignore[union-attr]
             both.link("down")
             (place / "cut").touch()
             start = time.monotonic()
@@ -159,7 +156,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed
     with tempfile.TemporaryDirectory() as folder:
         report = cut_and_resume(Path(folder))
-    print(f"link: {report.shape}")
+    print(f"link: {DELAY * 1e3:g} ms each way, {report.lost} of {report.carried + report.lost} packets lost before it was cut")
     print(f"cut: both hosts ended after {report.seconds:.1f} s (timeout {TIMEOUT_SECONDS} s), statuses {report.statuses}")
     for host, output in enumerate(report.outputs):
         errors = [line for line in output.splitlines() if "Error: " in line and "rank" in line]
