@@ -1,19 +1,20 @@
 """The console script ``lightning-zero``: what a model will need, whether this machine is ready, and one file from many."""
 
+# What imports torch, which takes seconds, is imported by the commands that need it.
 import argparse
+import importlib.metadata
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from torch import nn
 
-from lightning_zero import doctor
-from lightning_zero.checkpoint.consolidate import consolidate
-from lightning_zero.estimate import KINDS, SIZES, MemoryEstimate, estimate_memory, ranks_text, short_count
-from lightning_zero.meta import build_from_config, build_on_meta
-from lightning_zero.planner import make_plan
-from lightning_zero.progress import LateBar
+from lightning_zero.formulas import HOST_KINDS, KINDS, SIZES, MemoryEstimate, Setting, ranks_text, short_count
+from lightning_zero.settings import OffloadConfig
 from lightning_zero.tables import ByteUnit, new_table, render
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _LETTERS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
@@ -23,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     arguments = parser.parse_args(argv)
     if arguments.command == "doctor":
+        from lightning_zero import doctor
+
         if arguments.ranks < 1:
             parser.error(f"--ranks must be at least 1, got {arguments.ranks}")
         return doctor.run(arguments.path, arguments.ranks)
@@ -57,7 +60,7 @@ def parse_count(text: str) -> int:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-zero", description="ZeRO for unchanged LightningModules.")
-    parser.add_argument("--version", action="version", version=f"lightning_zero {doctor.version('lightning_zero')}")
+    parser.add_argument("--version", action="version", version=f"lightning_zero {importlib.metadata.version('lightning_zero')}")
     commands = parser.add_subparsers(dest="command", required=True)
     estimate = commands.add_parser(
         "estimate",
@@ -73,6 +76,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--backend", default="nccl", choices=("nccl", "gloo"), help="what carries gradients (default: nccl)"
     )
     estimate.add_argument("--offload", action="store_true", help="masters and optimizer state in host memory")
+    estimate.add_argument("--early-update", action="store_true", help="with what takes early updates back (OffloadConfig)")
+    estimate.add_argument("--delayed-update", action="store_true", help="with gradients whose update comes a step late")
     _add_shard_group_size(estimate)
     estimate.add_argument("--largest-unit", type=parse_count, metavar="N", help="parameters in the largest unit")
     plan = commands.add_parser(
@@ -117,6 +122,9 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _consolidate(folder: str, file: str) -> None:
+    from lightning_zero.checkpoint.consolidate import consolidate
+    from lightning_zero.progress import LateBar
+
     # Its name alone: a long path would leave no room for the bar.
     with LateBar(os.path.basename(file), after=0) as bar:
         consolidate(folder, file, bar)
@@ -144,15 +152,19 @@ def _add_shard_group_size(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _model(arguments: argparse.Namespace) -> nn.Module | int:
+def _model(arguments: argparse.Namespace) -> "nn.Module | int":
+    if not arguments.model.endswith(".json") and ":" not in arguments.model and not os.path.isdir(arguments.model):
+        return parse_count(arguments.model)
+    from lightning_zero.meta import build_from_config, build_on_meta
+
     if arguments.model.endswith(".json") or os.path.isdir(arguments.model):
         return build_from_config(arguments.model)
-    if ":" in arguments.model:
-        return build_on_meta(arguments.model, arguments.init_args)
-    return parse_count(arguments.model)
+    return build_on_meta(arguments.model, arguments.init_args)
 
 
 def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
+    from lightning_zero.planner import make_plan
+
     plan = make_plan(
         _model(arguments),
         arguments.ranks,
@@ -170,25 +182,35 @@ def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _estimate(arguments: argparse.Namespace) -> str:
+    if arguments.early_update and not arguments.offload:
+        raise ValueError("--early-update needs --offload: it is the step on the host that begins early")
     model = _model(arguments)
     tables = []
     for ranks in arguments.ranks:
-        estimates = [
-            estimate_memory(
-                model,
-                ranks,
-                stage,
-                offload=arguments.offload and stage > 0,
-                precision=arguments.precision,
-                optimizer_multiplier=arguments.optimizer_states,
-                largest_unit=arguments.largest_unit,
-                backend=arguments.backend,
-                shard_group_size=arguments.shard_group_size,
-            )
-            for stage in arguments.stage
-        ]
+        estimates = [_estimate_stage(model, ranks, stage, arguments) for stage in arguments.stage]
         tables.append(_table(estimates, arguments.offload))
     return "\n\n".join(tables)
+
+
+def _estimate_stage(
+    model: "nn.Module | int", ranks: int, stage: int, arguments: argparse.Namespace
+) -> MemoryEstimate:
+    setting = Setting(
+        ranks,
+        stage,
+        OffloadConfig(early_update=arguments.early_update) if arguments.offload and stage else None,
+        arguments.precision,
+        arguments.optimizer_states,
+        arguments.largest_unit,
+        backend=arguments.backend,
+        shard_group_size=arguments.shard_group_size,
+        delayed_update=arguments.delayed_update and stage > 0,
+    )
+    if isinstance(model, int):
+        return setting.of_count(model)
+    from lightning_zero.estimate import estimate_module
+
+    return estimate_module(model, setting)
 
 
 def _table(estimates: list[MemoryEstimate], offload: bool) -> str:
@@ -212,6 +234,8 @@ def _table(estimates: list[MemoryEstimate], offload: bool) -> str:
         add("on the host", "host")
         add("on the device", "device")
     add("buffers", "buffers")
+    for kind in HOST_KINDS:
+        add(f"{kind.replace('_', ' ')} (host)", kind)
     ranks = ranks_text(first.world_size, estimates[-1].num_shards)
     count = short_count(first.num_parameters)
     return render(table, [f"Memory per rank in {unit.name}: {count} parameters, {ranks}, {first.precision}"])

@@ -20,7 +20,7 @@ from rich.progress import track
 from torch.torch_version import TorchVersion
 
 from lightning_zero import disk, ops
-from lightning_zero.estimate import short_bytes
+from lightning_zero.formulas import short_bytes
 from lightning_zero.offload.update import default_threads
 from lightning_zero.planner import host_bytes, host_bytes_free
 from lightning_zero.tables import WIDTH

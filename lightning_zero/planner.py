@@ -22,15 +22,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_zero.comm import Comm
-from lightning_zero.config import DEFAULT_UNIT_SIZE_MB, EngineConfig, OffloadConfig
-from lightning_zero.estimate import (
-    MemoryEstimate,
-    checked_precision,
-    estimate_memory,
-    ranks_text,
-    short_bytes,
-    short_count,
-)
+from lightning_zero.config import EngineConfig
+from lightning_zero.estimate import estimate_memory
+from lightning_zero.formulas import MemoryEstimate, checked_precision, ranks_text, short_bytes, short_count
+from lightning_zero.settings import DEFAULT_UNIT_SIZE_MB, OffloadConfig
 from lightning_zero.tables import ByteUnit, new_table, render
 
 RESERVE = 0.2
@@ -421,9 +416,7 @@ def _option(
     shards, replicas = estimate.num_shards, machine.world_size // estimate.num_shards
     compute = estimate.parameters * (shards if estimate.stage == 3 else 1)
     inside, across = (shards - 1) / shards, 2 * (replicas - 1) / replicas / shards
-    device = estimate.device + estimate.buffers + (estimate.host if machine.on_cpu else 0)
-    # At stage 1 the reduced gradients are on the host as well, beside the whole ones on the device.
-    reduced = estimate.gradients / shards if tiers and "gradients" not in estimate.on_host else 0
+    device = estimate.device + estimate.buffers + (estimate.host + estimate.beside if machine.on_cpu else 0)
     if tiers is not None and tiers.parameters is not None and not machine.on_cpu:
         moved = 4 * compute / shards  # shards come in forward and in backward
     else:
@@ -432,7 +425,7 @@ def _option(
     disk = 2 * estimate.nvme + (estimate.parameters if "parameters" in estimate.on_nvme else 0)
     # The whole module, which is mapped from files after a run, in at most 32 bits.
     in_files = estimate.nvme + (4 * estimate.num_parameters if "parameters" in estimate.on_nvme else 0)
-    on_host = estimate.host + reduced
+    on_host = estimate.host + estimate.beside
     on_node = (device if machine.on_cpu else on_host) * machine.ranks_per_node
     return Option(
         estimate.stage,

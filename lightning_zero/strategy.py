@@ -29,17 +29,7 @@ from lightning_zero.activations.partitioned import PartitionedInputs
 from lightning_zero.alone import RunsAlone
 from lightning_zero.checkpoint.saving import FolderSaver, saves_in_background
 from lightning_zero.comm import Comm, check_backend
-from lightning_zero.config import (
-    DEFAULT_UNIT_SIZE_MB,
-    EngineConfig,
-    OffloadConfig,
-    check_tiers,
-    check_timeout,
-    checked_reduce_dtype,
-    checked_unit_bytes,
-    checked_unit_policy,
-    first_delayed_step,
-)
+from lightning_zero.config import EngineConfig, checked_reduce_dtype, checked_unit_policy
 from lightning_zero.deferred import Deferred, is_on_meta, rest_to_device
 from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
@@ -50,11 +40,20 @@ from lightning_zero.offload.tiers import make_tiers, uses_files
 from lightning_zero.offload.update import HostUpdate, default_threads
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
+from lightning_zero.partition.memory import Ledger
 from lightning_zero.partition.optimizer import Updater
 from lightning_zero.partition.rest import Tiers
 from lightning_zero.plugins import TakesPlugins, check_plugins
 from lightning_zero.progress import LateBar
 from lightning_zero.saving import SavesShards
+from lightning_zero.settings import (
+    DEFAULT_UNIT_SIZE_MB,
+    OffloadConfig,
+    check_tiers,
+    check_timeout,
+    checked_unit_bytes,
+    first_delayed_step,
+)
 from lightning_zero.stopping import stop_together
 from lightning_zero.topology import checked_shard_group_size
 from lightning_zero.transfer import Link, StreamLink
@@ -179,6 +178,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         self.activation_offload = activation_offload
         self.engine: ZeroEngine | None = None
         self._tiers: Tiers | None = None
+        self._ledger = Ledger()
+        self._link: Link | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._comm: Comm | None = None
         self._comm_group: Any = None
@@ -292,10 +293,11 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         module, plugin = self.lightning_module, self.precision_plugin
         if module is None:
             raise RuntimeError("ZeroStrategy.setup was called without a LightningModule")
-        self.engine = None
+        self.engine = self._link = None
+        self._ledger = Ledger()
         if self._shards(fitting):
             rests = self.offload is not None and self.offload.parameters is not None
-            link = self._make_link() if rests or (fitting and (self.offload is not None or self.activation_offload)) else None
+            link = self._link = self._make_link() if rests or (fitting and (self.offload is not None or self.activation_offload)) else None
             plugin.convert_buffers(module)
             rest_to_device(module, comm)
             keeper = self._make_keeper(link, fitting)
@@ -323,12 +325,12 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
     ) -> ZeroEngine:  # fmt: skip
         uses = uses_files(self.offload, fitting)
         with comm.failing_together("make its files") if uses else nullcontext():
-            self._tiers = make_tiers(self.offload, comm.rank, link, fitting)
+            self._tiers = make_tiers(self.offload, comm.rank, link, fitting, self._ledger.add)
         updater = self._make_updater(link) if fitting else None
         config = self._engine_config(module, updater)
         with LateBar("sharding the module", self._shows_progress) as progress:
             return ZeroEngine(
-                module, comm, config, optimizers, updater, keeper, self._deferred.source, progress, self._tiers
+                module, comm, config, optimizers, updater, keeper, self._deferred.source, progress, self._tiers, self._ledger
             )  # fmt: skip
 
     def _engine_config(self, module: "pl.LightningModule", updater: Updater | None) -> EngineConfig:
@@ -353,13 +355,14 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         threads = self.offload.num_threads or default_threads(self.num_processes, cores)
         if self._tiers is not None and isinstance(self._tiers.main, Store):
             return StreamedUpdate(self._tiers.main, threads, link)
-        return HostUpdate(self._delays, threads, link, self.offload.early_update)
+        return HostUpdate(self._delays, threads, link, self.offload.early_update, self._ledger.add)
 
     def _make_link(self) -> Link | None:
         """The way to host memory; None on a CPU, where there is nowhere to go."""
         if self.root_device.type == "cpu":
             return None
-        return StreamLink(self.root_device, self.offload is None or self.offload.pin_memory is not False)
+        pins = self.offload is None or self.offload.pin_memory is not False
+        return StreamLink(self.root_device, pins, self._ledger.add)
 
     def _make_keeper(self, link: Link | None, fitting: bool) -> ActivationStore | None:
         if not self.activation_offload or not fitting:
@@ -465,10 +468,13 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
     plan = staticmethod(planner.make_plan)
 
     def memory_stats(self) -> dict[str, Any]:
-        """Model-state bytes of this rank, wherever they rest: ``{"now": {kind: bytes}, "peak": {kind: bytes}, "peak_total":
+        """Bytes that this rank holds, wherever they rest: ``{"now": {kind: bytes}, "peak": {kind: bytes}, "peak_total":
         bytes, "nvme": bytes}``, the last being those that are taken in files.
 
-        Kinds: ``parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers`` (unsharded flat buffers of units).
+        Kinds: ``parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers`` (unsharded flat buffers of units); in
+        host memory beside them ``staging`` (copies on their way between device and host), ``undo`` (to take early updates
+        back) and ``delayed_gradients`` (whose update comes a step late); and ``activations`` that are kept in memory of
+        their own. What waits for its next use counts as well.
         The kinds have their peaks at different times, ``peak_total`` is the most that all of them took at once.
         """
         engine = self.engine or self._optimizer_engine
@@ -511,6 +517,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         finally:
             if self._tiers is not None and self._tiers.files is not None:
                 self._tiers.files.close()
+        if self._link is not None and not self._interrupted:
+            self._link.clear()
         if self._recomputation is not None:
             self._recomputation.remove()
             self._recomputation = None
@@ -542,7 +550,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
     def __getstate__(self) -> dict:
         state = super().__getstate__()
         # Groups and engines belong to one process; the launcher pickles the strategy before either exists.
-        left = dict.fromkeys(("engine", "_optimizer_engine", "_uneven", "_comm", "_comm_group", "_tiers"))
+        left = dict.fromkeys(("engine", "_optimizer_engine", "_uneven", "_comm", "_comm_group", "_tiers", "_link"))
         return {**state, **left}
 
     @classmethod

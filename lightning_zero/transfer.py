@@ -7,13 +7,23 @@ host. Host memory comes from the link's pool (pinned where that makes copies asy
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 # Staging buffers on their way to the device before the host waits for the oldest: bounds pinned memory.
-_MAX_LEAVING = 4
+MAX_LEAVING = 4
+
+Account = Callable[[str, int], None]
+"""Called with a kind and the bytes that are held from now on under that kind, or given up (negative)."""
+STAGING = "staging"
+"""The kind of what is on its way between device and host."""
+
+
+def count_nowhere(kind: str, nbytes: int) -> None:
+    """For memory that nobody keeps account of."""
 
 
 class Transfer(Protocol):
@@ -29,11 +39,14 @@ class Transfer(Protocol):
 class Link(Protocol):
     """The way between a device and host memory."""
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D host tensor of undefined content."""
+    def take(self, numel: int, dtype: torch.dtype, kind: str | None = STAGING) -> Tensor:
+        """A 1-D host tensor of undefined content, counted under ``kind``; None if its user counts it."""
 
     def give(self, tensor: Tensor, after: Transfer | None = None) -> None:
         """Take back a tensor that nobody uses any more, but for the transfer that it is to wait for."""
+
+    def clear(self) -> None:
+        """Let go of all memory that nobody uses."""
 
     def download(self, source: Tensor, target: Tensor) -> Transfer:
         """Start copying device memory to the host, after what is queued on the device so far."""
@@ -43,36 +56,62 @@ class Link(Protocol):
 
 
 class HostPool:
-    """Host tensors that are used again: pinning memory is slow, and so are the page faults of new memory."""
+    """Host tensors that are used again: pinning memory is slow, and so are the page faults of new memory.
 
-    def __init__(self, pin_memory: bool) -> None:
+    Idle memory stays here for its next use, and stays counted under the kind that it was taken for.
+    """
+
+    def __init__(self, pin_memory: bool, account: Account = count_nowhere) -> None:
         self._pin_memory = pin_memory
-        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._account = account
+        self._idle: dict[tuple[str | None, int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._kinds: dict[int, str | None] = {}
+        """Of what is lent, by address."""
         self._leaving: list[tuple[Tensor, Transfer]] = []
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        idle = self._idle[numel, dtype]
+    def take(self, numel: int, dtype: torch.dtype, kind: str | None = STAGING) -> Tensor:
+        idle = self._idle[kind, numel, dtype]
         if idle:
-            return idle.pop()
-        with torch.inference_mode(False):
-            return torch.empty(numel, dtype=dtype, pin_memory=self._pin_memory)
+            tensor = idle.pop()
+        else:
+            with torch.inference_mode(False):
+                tensor = torch.empty(numel, dtype=dtype, pin_memory=self._pin_memory)
+            self._count(kind, tensor.nbytes)
+        self._kinds[tensor.data_ptr()] = kind
+        return tensor
 
     def give(self, tensor: Tensor, after: Transfer | None = None) -> None:
         if after is None:
-            self._idle[tensor.numel(), tensor.dtype].append(tensor)
+            kind = self._kinds.pop(tensor.data_ptr())
+            self._idle[kind, tensor.numel(), tensor.dtype].append(tensor)
             return
         self._leaving.append((tensor, after))
-        while len(self._leaving) > _MAX_LEAVING:
+        while len(self._leaving) > MAX_LEAVING:
             oldest, transfer = self._leaving.pop(0)
             transfer.synchronize()
             self.give(oldest)
+
+    def clear(self) -> None:
+        while self._leaving:
+            tensor, transfer = self._leaving.pop(0)
+            transfer.synchronize()
+            self.give(tensor)
+        for (kind, _, _), idle in self._idle.items():
+            self._count(kind, -sum(tensor.nbytes for tensor in idle))
+        self._idle.clear()
+
+    def _count(self, kind: str | None, nbytes: int) -> None:
+        if kind is not None:
+            self._account(kind, nbytes)
 
 
 class StreamLink(HostPool):
     """An accelerator's copy engines: one stream for each direction beside the stream that computes."""
 
-    def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
-        super().__init__(pin_memory)
+    def __init__(
+        self, device: torch.device, pin_memory: bool = True, account: Account = count_nowhere
+    ) -> None:
+        super().__init__(pin_memory, account)
         self._accelerator: Any = torch.get_device_module(device)
         self._down, self._up = self._accelerator.Stream(device), self._accelerator.Stream(device)
 

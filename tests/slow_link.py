@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.offload.update import HostUpdate
-from lightning_zero.transfer import HostPool, Link, Transfer
+from lightning_zero.transfer import STAGING, Account, HostPool, Link, Transfer, count_nowhere
 from lightning_zero.worker import Worker
 
 
 class SlowLink(HostPool):
-    def __init__(self, delay: float = 0.002) -> None:
-        super().__init__(pin_memory=False)
+    def __init__(self, delay: float = 0.002, account: Account = count_nowhere) -> None:
+        super().__init__(pin_memory=False, account=account)
         self.down = self.up = 0
         """Bytes."""
         self.pooled: set[int] = set()
@@ -26,8 +26,8 @@ class SlowLink(HostPool):
         self._delay = delay
         self._worker = Worker("slow-link")
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = super().take(numel, dtype)
+    def take(self, numel: int, dtype: torch.dtype, kind: str | None = STAGING) -> Tensor:
+        tensor = super().take(numel, dtype, kind)
         self.pooled.add(tensor.data_ptr())
         return tensor
 
@@ -80,5 +80,5 @@ class FarStrategy(ZeroStrategy):
         return self.updater
 
     def _make_link(self) -> Link:
-        self.link = SlowLink()
+        self.link = SlowLink(account=self._ledger.add)
         return self.link

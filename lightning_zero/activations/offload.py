@@ -54,7 +54,7 @@ class _Away:
         self.position = position
         self._link = link
         self._size, self._stride, self._device = tensor.size(), tensor.stride(), tensor.device
-        self._host = link.take(tensor.numel(), tensor.dtype)
+        self._host = link.take(tensor.numel(), tensor.dtype, "activations")
         self._last: Transfer = link.download(tensor.as_strided((tensor.numel(),), (1,)), self._host)
         self._back: Tensor | None = None
 

@@ -12,14 +12,18 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_zero.comm import CONTROL_CALLS
-from lightning_zero.estimate import KINDS
+from lightning_zero.formulas import HOST_KINDS, KINDS
 from lightning_zero.partition.elementwise import state_bytes
 from lightning_zero.strategy import ZeroStrategy
 
 BUFFERS = "buffers"
+ACTIVATIONS = "activations"
+"""Those that are kept in memory of their own."""
+BESIDE = (BUFFERS, ACTIVATIONS, *HOST_KINDS)
+"""What is counted beside model states."""
 OTHER = "other"
 """Whatever else ``memory_stats`` counts."""
-STATE_KINDS = (*KINDS, BUFFERS, OTHER)
+STATE_KINDS = (*KINDS, *BESIDE, OTHER)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "activations", CONTROL_CALLS)
 
 
@@ -77,7 +81,7 @@ def model_states(trainer: "pl.Trainer") -> dict[str, float]:
         peak, peak_total, on_disk = now, sum(now.values()), 0
     values: dict[str, float] = {}
     for suffix, held in (("", now), ("_peak", peak)):
-        known = {kind: held.get(kind, 0) for kind in (*KINDS, BUFFERS)}
+        known = {kind: held.get(kind, 0) for kind in (*KINDS, *BESIDE)}
         values.update({kind + suffix: nbytes for kind, nbytes in known.items()})
         values[OTHER + suffix] = sum(held.values()) - sum(known.values())
     return {**values, "total": sum(now.values()), "total_peak": peak_total, "nvme": on_disk}

@@ -24,8 +24,9 @@ class MemoryMonitor(pl.Callback):
     """Logs, and shows in a table before and after training, what each rank holds in memory and sends.
 
     Every ``every_n_steps`` optimizer steps the Trainer's loggers get, as ``_max`` and ``_mean`` over the ranks: bytes of
-    model states by kind (``memory/parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers``, ``other``,
-    ``total``, wherever they rest, and ``nvme``, what is taken in files) and the peak of their total,
+    model states by kind (``memory/parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers``, what is
+    held beside them (``activations`` in memory of their own; in host memory ``staging``, ``undo`` and
+    ``delayed_gradients``), ``other``, ``total``, wherever they rest, and ``nvme``, what is taken in files) and the peak of their total,
     ``memory/residual`` (what the peak holds beside them: activations and temporary memory; on a CPU everything else in
     the process too), the process' resident memory (``memory/rss``), what the host has left (``memory/host_available``,
     its minimum and mean), and the device allocator's figures where there is a device. Per step, as means since the last measurement: ``step/bytes_sent``, by collective too, ``step/seconds``
@@ -162,7 +163,10 @@ class MemoryMonitor(pl.Callback):
         predicted = self._forecast.predicted
         precision = str(trainer.precision)
         stages = [0, 1, 2, 3] if engine.units else [0]
-        by_stage = [estimate.estimate_engine(engine, _data_parallel_size(trainer), precision, stage) for stage in stages]
+        by_stage = [
+            estimate.estimate_engine(engine, _data_parallel_size(trainer), precision, stage, **_timing(trainer))
+            for stage in stages
+        ]
         title = f"{self._forecast.setting}: {self._forecast.details}"
         memory_plot.draw(self.plot, title, self._recorder.trace, by_stage, predicted.stage, peak, predicted.on_host)
         pl_module.print(f"The memory of one step is drawn in {self.plot}")
@@ -220,7 +224,7 @@ def _forecast(trainer: "pl.Trainer") -> Forecast:
         predicted = estimate.estimate_plain(trainer.lightning_module, trainer.optimizers, world_size, precision)
         plain = formula = predicted
     else:
-        predicted = estimate.estimate_engine(engine, world_size, precision)
+        predicted = estimate.estimate_engine(engine, world_size, precision, **_timing(trainer))
         plain = estimate.estimate_engine(engine, world_size, precision, stage=0)
         formula = estimate.estimate_memory(
             predicted.num_parameters, world_size, predicted.stage, precision=precision,
@@ -232,6 +236,15 @@ def _forecast(trainer: "pl.Trainer") -> Forecast:
     count = estimate.short_count(predicted.num_parameters)
     details = f"{count} parameters, {precision}, {optimizers or 'no optimizer'}"
     return Forecast(f"{name}, {ranks}", details, predicted, formula, plain)
+
+
+def _timing(trainer: "pl.Trainer") -> dict[str, bool]:
+    """Whether updates begin before the step, or come a step later."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, ZeroStrategy):
+        return {}
+    offload = strategy.offload
+    return {"early": offload is not None and offload.early_update, "late": strategy.delayed_from is not None}
 
 
 def _data_parallel_size(trainer: "pl.Trainer") -> int:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.callbacks.measurements import BUFFERS, OTHER
+from lightning_zero.callbacks.measurements import ACTIVATIONS, BUFFERS, OTHER
 from lightning_zero.callbacks.step_trace import GATHERING, IDLE, REDUCING, UNSHARDED, StepTrace
-from lightning_zero.estimate import MemoryEstimate
+from lightning_zero.formulas import HOST_KINDS, MemoryEstimate
 from lightning_zero.tables import ByteUnit
 
 # Of Okabe and Ito's palette, which people who see fewer colours can tell apart.
@@ -18,15 +18,19 @@ _COLORS = {
     "gradients": "#E69F00",
     BUFFERS: "#D55E00",
     IDLE: "#F3C9AE",
+    ACTIVATIONS: "#CC79A7",
+    "staging": "#F0E442",
+    "undo": "#B8B03A",
+    "delayed_gradients": "#F5CE86",
     OTHER: "#999999",
 }
-_LABELS = {"optimizer": "optimizer state", "master": "master weights", BUFFERS: "buffers in use", IDLE: "idle buffers"}
+_LABELS = {"optimizer": "optimizer state", "master": "master weights", BUFFERS: "buffers in use", IDLE: "idle buffers", "delayed_gradients": "delayed gradients"}
 _SPANS = {
     UNSHARDED: ("#009E73", "unsharded"),
     GATHERING: ("#B5E3D3", "being gathered"),
     REDUCING: ("#E69F00", "gradients being reduced"),
 }
-_STACK = ("optimizer", "master", "parameters", "gradients", BUFFERS, IDLE, OTHER)
+_STACK = ("optimizer", "master", "parameters", "gradients", *HOST_KINDS, BUFFERS, IDLE, ACTIVATIONS, OTHER)
 _MOST_LANES = 32
 _LONGEST_NAME = 28
 
@@ -61,7 +65,7 @@ def draw(
     spans = figure.add_subplot(grid[1, 0], sharex=areas)
     bars = figure.add_subplot(grid[0, 1])
     figure.suptitle(title, fontsize=12)
-    names = {kind: _LABELS.get(kind, kind) + (" (host)" if kind in on_host else "") for kind in _STACK}
+    names = {kind: _LABELS.get(kind, kind) + (" (host)" if kind in (*on_host, *HOST_KINDS) else "") for kind in _STACK}
     _draw_areas(areas, trace, names)
     _draw_lanes(spans, trace, lanes)
     _draw_bars(bars, by_stage, ran, peak, names)
@@ -134,7 +138,7 @@ def _draw_lanes(axes: Any, trace: StepTrace, lanes: Sequence[int]) -> None:
 
 def _draw_bars(axes: Any, by_stage: Sequence[MemoryEstimate], ran: int, peak: float, names: Mapping[str, str]) -> None:
     """What every stage is predicted to take, and a line across the one that ran for what it took."""
-    unit = ByteUnit.for_bytes(max(peak, *(estimate.total + estimate.buffers for estimate in by_stage)))
+    unit = ByteUnit.for_bytes(max(peak, *(estimate.total + estimate.buffers + estimate.beside for estimate in by_stage)))
     tops = [0.0] * len(by_stage)
     for kind in _STACK:
         values = [unit.scale(getattr(estimate, kind, 0)) for estimate in by_stage]

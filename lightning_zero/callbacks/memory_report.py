@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_zero.callbacks.measurements import BUFFERS, OTHER, Reading
-from lightning_zero.estimate import KINDS, MemoryEstimate, short_bytes
+from lightning_zero.callbacks.measurements import ACTIVATIONS, BESIDE, BUFFERS, OTHER, Reading
+from lightning_zero.formulas import HOST_KINDS, KINDS, MemoryEstimate, short_bytes
 from lightning_zero.tables import ByteUnit, new_table, render
 
 TOLERANCE = 0.05
@@ -16,6 +16,10 @@ _LABELS = {
     "master": "masters",
     "optimizer": "optimizer",
     BUFFERS: "buffers",
+    ACTIVATIONS: "activations",
+    "staging": "staging",
+    "undo": "undo data",
+    "delayed_gradients": "late grads",
     OTHER: "other",
 }
 _MORE = {
@@ -23,6 +27,9 @@ _MORE = {
     "gradients": "gradients are kept in a wider dtype than the parameters, or were accumulated beside the reduced ones",
     "master": "parameters were unfrozen, or their dtype was changed, after training had started",
     "optimizer": "the optimizer keeps more state than a trial step on a small tensor showed",
+    "staging": "units of more sizes than at first",
+    "undo": "the optimizer keeps more state than a trial step on a small tensor showed",
+    "delayed_gradients": "gradients are kept in a wider dtype than the parameters",
     BUFFERS: "reductions were slow to end, more units were unsharded at once (read outside of a step, used by several"
     " modules), or gradients were sent in another dtype than they are collected in",
 }
@@ -31,6 +38,9 @@ _LESS = {
     "gradients": "not every parameter has had a gradient",
     "master": "parameters were frozen after training had started",
     "optimizer": "parameters that never had a gradient have no state",
+    "staging": "copies were quick, so that less memory was under way at once",
+    "undo": "units whose gradients come last are not updated early",
+    "delayed_gradients": "not every parameter has had a gradient, or the run ended before updates were delayed",
     BUFFERS: "fewer units were under way at once: reductions were quick, or units were not used",
 }
 
@@ -68,8 +78,9 @@ def opening_table(forecast: Forecast) -> str:
             table.add_row(_LABELS[kind], *(unit.show(getattr(estimate, kind)) for estimate in estimates))
     table.add_section()
     table.add_row("model states", *(unit.show(estimate.total) for estimate in estimates))
-    if forecast.predicted.buffers:
-        table.add_row(_LABELS[BUFFERS], *_right(estimates, unit.show(forecast.predicted.buffers)))
+    for kind in (BUFFERS, *HOST_KINDS):
+        if getattr(forecast.predicted, kind):
+            table.add_row(_LABELS[kind], *_right(estimates, unit.show(getattr(forecast.predicted, kind))))
     titles = [f"Memory per rank in {unit.name}, predicted: {forecast.setting}", forecast.details]
     return render(table, titles, _where(forecast.predicted))
 
@@ -96,14 +107,14 @@ def closing_table(
         values = [getattr(estimate, kind) for estimate in estimates]
         if any(values) or peak[kind].max:
             table.add_row(_LABELS[kind], *map(unit.show, values), *measured(resident[kind], peak[kind]))
-    if predicted.buffers or peak[BUFFERS].max:
-        shown = _right(estimates, unit.show(predicted.buffers))
-        table.add_row(_LABELS[BUFFERS], *shown, *measured(resident[BUFFERS], peak[BUFFERS]))
-    if peak[OTHER].max:
-        table.add_row(_LABELS[OTHER], *_right(estimates, ""), *measured(resident[OTHER], peak[OTHER]))
+    for kind in (*BESIDE, OTHER):
+        expected = getattr(predicted, kind, 0)
+        if expected or peak[kind].max:
+            shown = _right(estimates, unit.show(expected) if kind in (BUFFERS, *HOST_KINDS) else "")
+            table.add_row(_LABELS[kind], *shown, *measured(resident[kind], peak[kind]))
     table.add_section()
     totals = [estimate.total for estimate in estimates]
-    totals[-1] += predicted.buffers
+    totals[-1] += predicted.buffers + predicted.beside
     table.add_row("total", *map(unit.show, totals), *measured(resident["total"], peak["total"]))
     for label, readings in others.items():
         table.add_row(label, *_right(estimates, ""), *measured(*readings))
@@ -116,7 +127,8 @@ def closing_table(
 
 
 def _where(predicted: MemoryEstimate) -> list[str]:
-    places = (("In host memory", predicted.on_host), ("In files", predicted.on_nvme))
+    beside = tuple(kind for kind in HOST_KINDS if getattr(predicted, kind))
+    places = (("In host memory", (*predicted.on_host, *beside)), ("In files", predicted.on_nvme))
     return [f"{place}: {', '.join(_LABELS[kind] for kind in kinds)}." for place, kinds in places if kinds]
 
 
@@ -128,7 +140,7 @@ def _right(estimates: list[MemoryEstimate], text: str) -> list[str]:
 def differences(predicted: MemoryEstimate, peak: Mapping[str, Reading]) -> list[str]:
     """Where the peak is off the prediction by more than the tolerance, and why."""
     lines = []
-    for kind in (*KINDS, BUFFERS):
+    for kind in (*KINDS, BUFFERS, *HOST_KINDS):
         expected, found = getattr(predicted, kind), peak[kind].max
         if abs(found - expected) <= TOLERANCE * expected:
             continue
@@ -139,7 +151,7 @@ def differences(predicted: MemoryEstimate, peak: Mapping[str, Reading]) -> list[
         reasons = _MORE if found > expected else _LESS
         reason = "the optimizer has made no step" if kind == "optimizer" and not found else reasons[kind]
         lines.append(f"{_LABELS[kind]}: {change}: {reason}.")
-    expected, found = predicted.total + predicted.buffers, peak["total"].max
+    expected, found = predicted.total + predicted.buffers + predicted.beside, peak["total"].max
     if not lines and found < (1 - TOLERANCE) * expected:
         lines.append(
             f"total: {1 - found / expected:.0%} less than predicted: the kinds are not all at their peak at once."

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lightning_zero.callbacks.measurements import BUFFERS, OTHER
-from lightning_zero.estimate import KINDS
+from lightning_zero.callbacks.measurements import BESIDE, BUFFERS, OTHER
+from lightning_zero.formulas import KINDS
 from lightning_zero.partition.buffer import State
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.unit import Unit
@@ -104,7 +104,7 @@ class StepRecorder:
         trace, ledger, now = self._current, self._engine.ledger, self._now()
         if trace is None:
             return
-        held = {kind: ledger.now.get(kind, 0) for kind in (*KINDS, BUFFERS)}
+        held = {kind: ledger.now.get(kind, 0) for kind in (*KINDS, *BESIDE)}
         held[OTHER] = sum(ledger.now.values()) - sum(held.values())
         held[BUFFERS] -= ledger.idle
         trace.samples.append(Sample(now, {**held, IDLE: ledger.idle}))

@@ -182,7 +182,7 @@ class HostStore:
         self._link = link
 
     def place(self, name: str, numel: int, dtype: torch.dtype) -> "HostPlace":
-        return HostPlace(self._link, self._link.take(numel, dtype))
+        return HostPlace(self._link, self._link.take(numel, dtype, kind=None))  # the unit counts it
 
 
 class HostPlace:

@@ -1,10 +1,10 @@
 """From an OffloadConfig to where shards rest."""
 
-from lightning_zero.config import OffloadConfig
 from lightning_zero.offload.mapped import MappedTensors
 from lightning_zero.offload.store import DeviceFiles, HostStore, Store
 from lightning_zero.partition.rest import Places, PlainMemory, Tiers
-from lightning_zero.transfer import HostPool, Link
+from lightning_zero.settings import OffloadConfig
+from lightning_zero.transfer import Account, HostPool, Link, count_nowhere
 
 
 def uses_files(offload: OffloadConfig | None, fitting: bool) -> bool:
@@ -12,7 +12,9 @@ def uses_files(offload: OffloadConfig | None, fitting: bool) -> bool:
     return offload is not None and (offload.parameters == "nvme" or (fitting and offload.optimizer == "nvme"))
 
 
-def make_tiers(offload: OffloadConfig | None, rank: int, link: Link | None, fitting: bool) -> Tiers | None:
+def make_tiers(
+    offload: OffloadConfig | None, rank: int, link: Link | None, fitting: bool, account: Account = count_nowhere
+) -> Tiers | None:
     """None where all shards rest where they are used. Raises OSError if files cannot be made."""
     if offload is None:
         return None
@@ -26,4 +28,4 @@ def make_tiers(offload: OffloadConfig | None, rank: int, link: Link | None, fitt
     if main is None and parameters is None:
         return None
     whole = PlainMemory() if store is None or offload.parameters != "nvme" else MappedTensors(store)
-    return Tiers(main, parameters, link or HostPool(pin_memory=False), store, whole)
+    return Tiers(main, parameters, link or HostPool(pin_memory=False, account=account), store, whole)

@@ -29,7 +29,7 @@ from lightning_zero.offload.runs import AdamRun, Part, by_unit, distance, has_ke
 from lightning_zero.partition.optimizer import UpdateGroup, UpdateItem, stand_in
 from lightning_zero.partition.rest import Rested
 from lightning_zero.partition.unit import Unit
-from lightning_zero.transfer import HostPool, Link
+from lightning_zero.transfer import Account, HostPool, Link, count_nowhere
 from lightning_zero.worker import Worker
 
 # Steps without early updates after one that had to take some back; doubled each time in a row, up to the limit.
@@ -43,14 +43,15 @@ class HostUpdate:
     """
 
     def __init__(
-        self, delays: Callable[[], bool], num_threads: int | None = None, link: Link | None = None, early: bool = False
-    ) -> None:
+        self, delays: Callable[[], bool], num_threads: int | None = None, link: Link | None = None, early: bool = False,
+        account: Account = count_nowhere,
+    ) -> None:  # fmt: skip
         self.link = link
         self.is_early = early
         self._delays = delays
         self._num_threads = num_threads
         self._worker = Worker("lightning_zero-update")
-        self._kept = HostPool(pin_memory=False)
+        self._kept = HostPool(pin_memory=False, account=account)
         self._early: dict[int, _EarlyUpdate] = {}
         self.accepted = self.taken_back = 0
         """Early updates of units so far."""
@@ -65,7 +66,9 @@ class HostUpdate:
         kept = self._keep_gradients(groups) if delayed else []
         task: Callable[[], None]
         if has_kernel(optimizer, groups):
-            updates = [UnitUpdate(unit, parts, in_use=delayed) for unit, parts in by_unit(groups)]
+            updates: Iterable[UnitUpdate] = (UnitUpdate(unit, parts, in_use=delayed) for unit, parts in by_unit(groups))
+            if delayed:
+                updates = list(updates)  # else one by one: each takes staging memory, and publishing gives it back
             task = lambda: self._carry_out(updates, publish=not delayed)  # noqa: E731
         else:
             ready += [unit for unit, _ in by_unit(groups)] if not delayed else []
@@ -80,7 +83,7 @@ class HostUpdate:
             unit.publish()
         return None
 
-    def _carry_out(self, updates: list["UnitUpdate"], publish: bool) -> None:
+    def _carry_out(self, updates: Iterable["UnitUpdate"], publish: bool) -> None:
         for update in updates:
             update.run(self._num_threads)
             if publish:
@@ -92,7 +95,7 @@ class HostUpdate:
         for item in (item for group in groups for item in group.items):
             key = item.unit.index, item.grad.dtype
             if key not in kept:
-                room = self._kept.take(item.unit.layout.shard_numel, item.grad.dtype)
+                room = self._kept.take(item.unit.layout.shard_numel, item.grad.dtype, "delayed_gradients")
                 kept[key] = item.unit.without_padding(room)  # kernels run over it as well
             item.grad = kept[key][item.start : item.start + item.grad.numel()].copy_(item.grad)
         return list(kept.values())
@@ -112,7 +115,7 @@ class HostUpdate:
         if not has_kernel(optimizer, groups) or not all(item.state for item in items):
             return  # a first step also makes state
         update = UnitUpdate(unit, parts, in_use=True)
-        saved = [(tensor, self._kept.take(tensor.numel(), tensor.dtype)) for tensor in update.written()]
+        saved = [(tensor, self._kept.take(tensor.numel(), tensor.dtype, "undo")) for tensor in update.written()]
 
         def save_and_run() -> None:
             for tensor, copy in saved:
@@ -173,6 +176,7 @@ class HostUpdate:
 
     def close(self) -> None:
         self._worker.close()
+        self._kept.clear()
 
 
 class UnitUpdate:

@@ -51,10 +51,11 @@ class ZeroEngine:
         source: Source = own_values,
         progress: Progress = lambda done, total: None,
         tiers: Tiers | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.module = module
         self.config = config
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
         self.units: list[Unit] = []
         self._comm = comm
         self._pool = BufferPool(comm.device, self.ledger, capacity=config.prefetch + 4)
@@ -70,8 +71,7 @@ class ZeroEngine:
         self._updater = updater
         self._link = None if updater is None else updater.link
         self.tiers = tiers or Tiers()
-        self.closed = False
-        self.stop_wanted = False
+        self.closed = self.stop_wanted = False
         """Set at any time, on any rank: ``on_stop`` is then called on all ranks in the same backward."""
         self.on_stop: Callable[[], None] = lambda: None
         self.optimizers: list[Optimizer] = []

@@ -13,7 +13,7 @@ from lightning_zero.partition import handle
 from lightning_zero.partition.buffer import ShardedBuffer, State, in_memory_order, write_changes
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
 from lightning_zero.partition.unit import Unit
-from lightning_zero.transfer import Link, Transfer
+from lightning_zero.transfer import STAGING, Link, Transfer
 from lightning_zero.work import Work
 
 # Reductions under way before the next one waits for the oldest: bounds the flat buffers in use.
@@ -93,6 +93,8 @@ class UnitGradients:
         self._shown: dict[int, Tensor] = {}
         """Local gradients in the parameters' dtype, where the local sum is wider."""
         self._link = link
+        self._landing_kind = STAGING if whole else "gradients"
+        """Where gradients rest whole on the device, what has come to the host is on its way to the update."""
         self._landing: tuple[Tensor, Transfer] | None = None
         """Host memory that the reduced sum is on its way to."""
         device = unit.buffer.shard.device
@@ -146,7 +148,7 @@ class UnitGradients:
                     parameter.grad = None
                 elif self._flat is None or grad is not self._flat.views[i]:
                     self.filled &= ~bit
-        self._shown.clear()
+        self._forget_shown()
         self.settle()
         self.used = self.filled
         self.accumulated &= kept
@@ -154,7 +156,7 @@ class UnitGradients:
             self._set_shard(None)
         elif self._whole and self._link is None:
             # The own range of the flat buffer is about to be overwritten with local gradients.
-            self._previous = self.shard.clone()
+            self._keep_previous(self.shard.clone())
 
     def add(self, index: int, parameter: nn.Parameter) -> None:
         """A gradient has arrived in ``parameter.grad``: move it to its place in the flat buffer."""
@@ -183,6 +185,7 @@ class UnitGradients:
                 if view.dtype != self.unit.dtype:
                     # Autograd insists on gradients of the parameter's own dtype.
                     view = self._shown[i] = view.to(self.unit.dtype)
+                    self._ledger.add("gradients", view.nbytes)
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad = view
 
@@ -220,7 +223,8 @@ class UnitGradients:
         if self._link is None:
             self._merge(reduced)
         else:
-            target = self._link.take(reduced.numel(), reduced.dtype)
+            kind = self._landing_kind if reduced.dtype == self.dtypes.reduced else STAGING
+            target = self._link.take(reduced.numel(), reduced.dtype, kind)
             self._landing = (target, self._link.download(reduced, target))
 
     def land(self) -> None:
@@ -232,7 +236,7 @@ class UnitGradients:
         if reduced.dtype == self.dtypes.reduced:
             self._merge(reduced)
         else:
-            wide = self._link.take(reduced.numel(), self.dtypes.reduced).copy_(reduced)
+            wide = self._link.take(reduced.numel(), self.dtypes.reduced, self._landing_kind).copy_(reduced)
             self._link.give(reduced)
             self._merge(wide)
 
@@ -244,12 +248,12 @@ class UnitGradients:
                 if not self.accumulated >> i & 1:
                     previous[self.unit.in_shard(i).slice()].zero_()
             fresh, reduced = reduced, previous.add_(reduced)
-            self._previous = None
             if self._link is not None:
                 self._link.give(fresh)
         if self._home is not None and self._link is None and reduced.dtype == self._home.flat.dtype:
             reduced = self.buffer.own_slice(self._home.flat).copy_(reduced)
         self._set_shard(reduced)
+        self._keep_previous(None)
         # Late gradients of the same backward are added to what has just come.
         self.accumulated = (1 << len(self.unit.tensors)) - 1
 
@@ -289,6 +293,8 @@ class UnitGradients:
         for tensor in self.handles:
             handle.disown(tensor)
         self._set_shard(None)
+        self._keep_previous(None)
+        self._forget_shown()
         if self._home is not None:
             self._ledger.add("gradients", -self._home.nbytes)
         self._end_reduction()
@@ -302,10 +308,19 @@ class UnitGradients:
         if flat is not self._home:
             self._pool.give(self.layout, flat)
 
+    def _keep_previous(self, previous: Tensor | None) -> None:
+        kept = [0 if tensor is None else tensor.nbytes for tensor in (previous, self._previous)]
+        self._previous = previous
+        self._ledger.add("gradients", kept[0] - kept[1])
+
+    def _forget_shown(self) -> None:
+        self._ledger.add("gradients", -sum(tensor.nbytes for tensor in self._shown.values()))
+        self._shown.clear()
+
     def _set_shard(self, shard: Tensor | None) -> None:
         if shard is None:
             shard = torch.empty(0, dtype=self.dtypes.reduced, device=self.shard.device)
-        if not self._whole or self._link is not None:
+        if not self._whole and self._link is None:
             self._ledger.add("gradients", (shard.numel() - self.shard.numel()) * shard.element_size())
         if self._link is not None and self.shard is not shard and self.shard.numel():
             self._link.give(self.shard)

@@ -9,12 +9,10 @@ from torch import nn
 
 from lightning_zero.config import checked_unit_policy
 from lightning_zero.partition.handle import check_shardable
+from lightning_zero.settings import largest_automatic_unit
 
 UnitPolicy = Callable[..., bool]
 
-# Fewer, larger units than this many per model would make "one unit at a time" mean most of the model.
-_MIN_UNITS = 8
-_SMALLEST_UNIT_BYTES = 2**20
 # Their forward hands the parameters of their children to one fused kernel, and takes a slower path (with other
 # rounding) if it meets a handle among them.
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -81,11 +79,6 @@ def _find_readers(root: nn.Module, groups: list[Group]) -> None:
         for group in groups:
             if module not in group.modules and any(id(p) in read for _, p in group.parameters):
                 group.readers.append(module)
-
-
-def largest_automatic_unit(total_bytes: int, unit_bytes: int) -> int:
-    """Upper bound of an automatic unit, in bytes, for a model of ``total_bytes``."""
-    return min(unit_bytes, max(total_bytes // _MIN_UNITS, _SMALLEST_UNIT_BYTES))
 
 
 def check_module(root: nn.Module, whole_parameters: bool) -> None:

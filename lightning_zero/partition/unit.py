@@ -200,6 +200,11 @@ class Unit:
         """Whether new model weights leave as a whole shard, also where some of them are as before."""
         return self.master is not None and self._staging is not None
 
+    @property
+    def crosses(self) -> bool:
+        """Whether the main shard is updated on the other side of a link."""
+        return self._link is not None
+
     def weights_target(self) -> Tensor:
         """Where an update that nobody computes beside is to write the new model weights, of shape ``(shard_numel,)``."""
         return self.buffer.shard if self._staging is None else self._stage(self._staging)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.partition.grouping import largest_automatic_unit
 from lightning_zero.partition.layout import ALIGNMENT_BYTES, build_layout, dense_stride
 from lightning_zero.partition.sharding import plan_units
+from lightning_zero.settings import largest_automatic_unit
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 # More ranks than elements are common among them.
