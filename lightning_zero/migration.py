@@ -75,9 +75,9 @@ _DEEPSPEED = {
     "config": "Use this strategy's arguments and the Trainer's: there is no engine configuration.",
     "load_full_weights": "Not needed: a checkpoint always loads at any stage and number of ranks. Remove it.",
     "exclude_frozen_parameters": "Not supported: a checkpoint holds the whole model.",
-    "partition_activations": "Use activation_offload, to keep saved activations elsewhere.",
+    "partition_activations": "The same, beside model_parallel.",
     "cpu_checkpointing": "Use activation_offload.",
-    "contiguous_memory_optimization": "Not needed. Remove it.",
+    "contiguous_memory_optimization": "Use contiguous_activations.",
     "synchronize_checkpoint_boundary": "Not needed. Remove it.",
 }
 _NVME = "params_buffer_count params_buffer_size max_in_cpu optimizer_buffer_count block_size queue_depth single_submit overlap_events"

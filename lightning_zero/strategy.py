@@ -24,6 +24,8 @@ from typing_extensions import override
 
 from lightning_zero import planner
 from lightning_zero.activations.checkpointing import Recomputation, checked_policy
+from lightning_zero.activations.contiguous import ContiguousInputs, Region
+from lightning_zero.activations.inputs import Inputs
 from lightning_zero.activations.offload import ActivationStore
 from lightning_zero.activations.partitioned import PartitionedInputs
 from lightning_zero.alone import RunsAlone
@@ -86,6 +88,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         activation_checkpointing_policy: which modules are recomputed in backward: module classes, names or patterns of
             names (``"blocks.*"``), or a callable of the module that returns whether, or keyword arguments of
             ``torch.utils.checkpoint.checkpoint``.
+        contiguous_activations: keep what ``activation_checkpointing_policy`` keeps in one region that is allocated once and
+            used again by every step.
         partition_activations: keep what ``activation_checkpointing_policy`` keeps in parts on the ranks of a
             model-parallel group.
         activation_offload: keep saved activations in host memory (where there is a device).
@@ -110,6 +114,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         shard_group_size: int | None = None,
         model_parallel: Any = None,
         activation_checkpointing_policy: Any = None,
+        contiguous_activations: bool = False,
         partition_activations: bool = False,
         activation_offload: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
@@ -175,7 +180,20 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         self._recomputation: Recomputation | None = None
         if not isinstance(activation_offload, bool):
             raise TypeError(f"activation_offload must be True or False, got {activation_offload!r}")
+        if not isinstance(contiguous_activations, bool):
+            raise TypeError(f"contiguous_activations must be True or False, got {contiguous_activations!r}")
+        if contiguous_activations and activation_offload:
+            raise ValueError(
+                "contiguous_activations=True does not go with activation_offload=True: what waits in host memory leaves no"
+                " holes on the device, and that memory is used again already. Leave one of them out."
+            )
+        if contiguous_activations and activation_checkpointing_policy is None:
+            raise ValueError(
+                "contiguous_activations=True needs an activation_checkpointing_policy, whose modules' inputs are kept"
+            )
         self.activation_offload = activation_offload
+        self.contiguous_activations = contiguous_activations
+        self._region: Region | None = None
         self.engine: ZeroEngine | None = None
         self._tiers: Tiers | None = None
         self._ledger = Ledger()
@@ -312,10 +330,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         if fitting:
             self._optimizer_engine = self.engine
             if self._recomputed is not None:
-                inputs = None
-                if self.partition_activations and comm.model is not None:
-                    inputs = PartitionedInputs(comm.model, keeper)
-                self._recomputation = Recomputation(module, self._recomputed, inputs)
+                self._recomputation = Recomputation(module, self._recomputed, self._make_inputs(comm, keeper))
         plugin.engine = self.engine
         self._syncs_buffers = self._buffers_due = fitting and comm.world_size > 1
 
@@ -371,6 +386,14 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             rank_zero_info("ZeroStrategy(activation_offload=True) does nothing on a CPU: activations are in host memory.")
             return None
         return ActivationStore(link, self.root_device)
+
+    def _make_inputs(self, comm: Comm, keeper: ActivationStore | None) -> Inputs | None:
+        """Who keeps the inputs of recomputed modules, if not autograd."""
+        if self.contiguous_activations:
+            self._region = Region(self.root_device, self._ledger.add)
+        if self.partition_activations and comm.model is not None:
+            return PartitionedInputs(comm.model, self._region or keeper)
+        return None if self._region is None else ContiguousInputs(self._region)
 
     def _delays(self) -> bool:
         return self.delayed_from is not None and self._trainer.global_step >= self.delayed_from
@@ -522,6 +545,9 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         if self._recomputation is not None:
             self._recomputation.remove()
             self._recomputation = None
+        if self._region is not None:
+            self._region.close()
+            self._region = None
         try:
             super().teardown()
         except (NotImplementedError, RuntimeError):
@@ -550,7 +576,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
     def __getstate__(self) -> dict:
         state = super().__getstate__()
         # Groups and engines belong to one process; the launcher pickles the strategy before either exists.
-        left = dict.fromkeys(("engine", "_optimizer_engine", "_uneven", "_comm", "_comm_group", "_tiers", "_link"))
+        left = dict.fromkeys(("engine", "_optimizer_engine", "_uneven", "_comm", "_comm_group", "_tiers", "_link", "_region"))
         return {**state, **left}
 
     @classmethod

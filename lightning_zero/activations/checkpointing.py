@@ -9,8 +9,9 @@ A chosen module gets a ``forward`` of its own in its ``__dict__`` that runs the 
 import copy
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.activations.partitioned import PartitionedInputs
+from lightning_zero.activations.inputs import Inputs
 
 # Keyword arguments of torch.utils.checkpoint.checkpoint that a policy may give; it is never reentrant.
 _SETTINGS = {"context_fn", "determinism_check", "preserve_rng_state", "debug", "early_stop"}
@@ -67,10 +68,10 @@ def _of_callable(policy: Callable) -> Chooser:
 class Recomputation:
     """The modules below ``root`` that are recomputed in backward. See [Note: a module that is recomputed].
 
-    ``inputs`` keeps what they were called with in parts.
+    ``inputs`` keeps what they were called with.
     """
 
-    def __init__(self, root: nn.Module, chooser: Chooser, inputs: PartitionedInputs | None = None) -> None:
+    def __init__(self, root: nn.Module, chooser: Chooser, inputs: Inputs | None = None) -> None:
         chosen: dict[nn.Module, tuple[str, Mapping[str, Any]]] = {}
         _choose("", root, chooser, chosen)
         if not chosen:
@@ -98,7 +99,7 @@ class _Recomputed:
     """``module.forward`` under checkpointing. Copies with the module, and then runs the copy's."""
 
     def __init__(
-        self, module: nn.Module, settings: Mapping[str, Any], name: str = "", inputs: PartitionedInputs | None = None
+        self, module: nn.Module, settings: Mapping[str, Any], name: str = "", inputs: Inputs | None = None
     ) -> None:
         self._module = module
         self._settings = dict(settings)
@@ -118,10 +119,13 @@ class _Recomputed:
 
         def run(*kept: Any) -> Any:
             args, kwargs = tree_unflatten([kept[place] for place in places], structure)
-            return forward(*args, **kwargs)
+            with _inside():
+                return forward(*args, **kwargs)
 
-        # Only the inputs are saved under these hooks: the recompute has its own for what is saved inside.
-        with nullcontext() if self._inputs is None else saved_tensors_hooks(*self._inputs.hooks(self._name)):
+        # Only the inputs are saved under these hooks: the recompute has its own for what is saved inside, which the inputs
+        # of recomputed modules within this one are left to.
+        inputs = None if getattr(_running, "depth", 0) else self._inputs
+        with nullcontext() if inputs is None else saved_tensors_hooks(*inputs.hooks(self._name)):
             return checkpoint(run, *distinct.values(), use_reentrant=False, **self._settings)
 
     def _forward(self) -> Callable:
@@ -133,6 +137,9 @@ class _Recomputed:
         else:
             del self._module.forward
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_inputs": None}
+
     def __deepcopy__(self, memo: dict) -> "_Recomputed":
         other = _Recomputed.__new__(_Recomputed)
         memo[id(self)] = other
@@ -140,6 +147,19 @@ class _Recomputed:
         other._name, other._inputs = self._name, None
         other._settings, other._own = self._settings, copy.deepcopy(self._own, memo)
         return other
+
+
+_running = threading.local()
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    """While the forward of a recomputed module runs on this thread."""
+    _running.depth = getattr(_running, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _running.depth -= 1
 
 
 def _choose(name: str, module: nn.Module, chooser: Chooser, chosen: dict[nn.Module, tuple[str, Mapping[str, Any]]]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.partition.layout import dense_stride
+from lightning_zero.activations.inputs import flat_view, is_dense
 from lightning_zero.transfer import Link, Transfer
 
 # Smaller tensors are not worth a copy of their own.
@@ -31,7 +31,7 @@ class ActivationStore:
         self._packed.clear()
 
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.device != self._device or tensor.nbytes < MIN_BYTES or not _is_dense(tensor):
+        if tensor.device != self._device or tensor.nbytes < MIN_BYTES or not is_dense(tensor):
             return tensor
         away = _Away(self._link, tensor.detach(), len(self._packed))
         self._packed.append(away)
@@ -55,15 +55,14 @@ class _Away:
         self._link = link
         self._size, self._stride, self._device = tensor.size(), tensor.stride(), tensor.device
         self._host = link.take(tensor.numel(), tensor.dtype, "activations")
-        self._last: Transfer = link.download(tensor.as_strided((tensor.numel(),), (1,)), self._host)
+        self._last: Transfer = link.download(flat_view(tensor), self._host)
         self._back: Tensor | None = None
 
     def bring_back(self, for_use: bool = False) -> Tensor:
         if self._back is None:
             self._last.wait()  # in the device's queue: an upload comes after what is queued there
             self._back = torch.empty_strided(self._size, self._stride, dtype=self._host.dtype, device=self._device)
-            flat = self._back.as_strided((self._host.numel(),), (1,))
-            self._last = self._link.upload(self._host, flat)
+            self._last = self._link.upload(self._host, flat_view(self._back))
         tensor = self._back
         if for_use:
             self._last.wait()
@@ -73,8 +72,3 @@ class _Away:
     def __del__(self) -> None:
         if hasattr(self, "_last"):
             self._link.give(self._host, after=self._last)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a range of memory once each (one that broadcasts or skips is small or rare)."""
-    return tensor.layout is torch.strided and (tensor.is_contiguous() or tensor.stride() == dense_stride(tensor))

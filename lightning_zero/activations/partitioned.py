@@ -7,32 +7,28 @@ each), and believed from then on. That is checked where it matters: the gathered
 that was given away.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.activations.offload import ActivationStore
+from lightning_zero.activations.inputs import Hooks, Keeper, flat_view, is_parameter
 from lightning_zero.comm import ModelComm, fingerprint
 from lightning_zero.partition.layout import dense_stride
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
 
 class PartitionedInputs:
-    """Packs the inputs of modules as this rank's parts, and gathers them for the recompute. ``keeper`` then takes the
-    parts to host memory, and what is not parted."""
+    """Packs the inputs of modules as this rank's parts, and gathers them for the recompute. ``keeper`` then keeps the
+    parts, and what is not parted."""
 
-    def __init__(self, model: ModelComm, keeper: ActivationStore | None = None) -> None:
+    def __init__(self, model: ModelComm, keeper: Keeper | None = None) -> None:
         self._model = model
         self._keeper = keeper
         self._replicated: dict[tuple[str, int], bool] = {}
         """By module and position among its inputs."""
 
     def hooks(self, name: str) -> Hooks:
-        """Saved-tensor hooks for one forward of the named module, around the saving of its inputs."""
         position = 0
 
         def pack(tensor: Tensor) -> Any:
@@ -43,13 +39,13 @@ class PartitionedInputs:
         return pack, self._unpack
 
     def _pack(self, name: str, position: int, tensor: Tensor) -> Any:
-        if tensor.is_leaf and tensor.requires_grad:
-            return tensor  # a parameter: it stays anyway, or others know how to find it again
+        if is_parameter(tensor):
+            return tensor
         dense = tensor.layout is torch.strided and tuple(tensor.stride()) == dense_stride(tensor)
         own = checksum(tensor) if dense else torch.full((1,), -1 - self._model.rank, device=tensor.device)
         if not self._is_replicated((name, position), own) or not dense:
             return self._keep(tensor)
-        flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        flat = flat_view(tensor)
         numel = -(-flat.numel() // self._model.size)
         part = flat.new_zeros(numel)
         own_part = flat[self._model.rank * numel :][:numel]
@@ -94,8 +90,7 @@ class _Part:
 
 def checksum(tensor: Tensor) -> Tensor:
     """Of shape (1,), int64: equal for tensors of one shape with the same bits in the same dense memory order."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    words = flat.view(_WORDS.get(tensor.element_size(), torch.uint8))
+    words = flat_view(tensor).view(_WORDS.get(tensor.element_size(), torch.uint8))
     # The second sum tells tensors whose elements have changed places apart; no copy is made for either.
     total = words.sum(dtype=torch.int64) + 31 * words[: words.numel() // 2].sum(dtype=torch.int64)
     return (total + fingerprint(tuple(tensor.shape)) % 2**31).reshape(1)

@@ -267,6 +267,35 @@ def test_a_policy_that_chooses_nothing_is_refused() -> None:
     assert "chooses none of the module's parts" in run(1, chooses_nothing)[0]
 
 
+# -- in one region ---------------------------------------------------------------------------------------------------------
+
+
+def in_a_region(policy: Any) -> dict[int, Outcome]:
+    strategy = {"activation_checkpointing_policy": policy, "contiguous_activations": True}
+    kwargs: dict[str, Any] = {"data": (20, 6), "accumulate_grad_batches": 2, "val_check_interval": 2}
+    return {
+        0: trained(Net, 0, **kwargs),
+        **{s: trained(Net, s, strategy_kwargs=strategy, **kwargs) for s in STAGES},
+    }
+
+
+@pytest.mark.parametrize(("world", "name"), [(1, "class"), (2, "names"), (3, "selective")])
+def test_a_region_for_inputs_changes_nothing(world: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, a frozen block, one called twice, one that recomputes itself, validation in between, micro-batches that
+    are summed and a last batch of another size."""
+    monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
+    assert_same(run(world, in_a_region, POLICIES[name]), exact=False)
+
+
+def test_what_does_not_go_with_a_region() -> None:
+    with pytest.raises(ValueError, match="contiguous_activations=True does not go with activation_offload=True"):
+        ZeroStrategy(contiguous_activations=True, activation_offload=True, activation_checkpointing_policy=Block)
+    with pytest.raises(ValueError, match="contiguous_activations=True needs an activation_checkpointing_policy"):
+        ZeroStrategy(contiguous_activations=True)
+    with pytest.raises(TypeError, match="contiguous_activations must be True or False, got 'yes'"):
+        ZeroStrategy(contiguous_activations="yes")  # type: ignore[arg-type]
+
+
 # -- activations in host memory --------------------------------------------------------------------------------------------
 
 

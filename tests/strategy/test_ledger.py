@@ -87,11 +87,11 @@ VARIANTS: dict[str, tuple[type[ZeroStrategy], dict[str, Any], dict[str, Any], se
     "here, bf16": (ZeroStrategy, {}, {"precision": "bf16-true", "accumulate_grad_batches": 2}, set()),
     "delayed": (ZeroStrategy, {"offload": True, "delayed_update": 2}, {}, {"delayed_gradients"}),
     "early": (ZeroStrategy, {"offload": OffloadConfig(early_update=True)}, {}, {"undo"}),
-    "far": (FarStrategy, {"offload": True}, {}, {"staging"}),
     "far, bf16": (FarStrategy, {"offload": True}, {"precision": "bf16-true"}, {"staging"}),
     "far, summed": (FarStrategy, {"offload": True}, {"precision": "bf16-true", "accumulate_grad_batches": 2}, {"staging"}),
     "far, delayed": (FarStrategy, {"offload": True, "delayed_update": 2}, {}, {"staging", "delayed_gradients"}),
     "far, early": (FarStrategy, {"offload": OffloadConfig(early_update=True)}, {}, {"staging", "undo"}),
+    "contiguous": (ZeroStrategy, {"activation_checkpointing_policy": nn.Linear, "contiguous_activations": True}, {}, {"activations"}),
     "activations": (FarStrategy, {"activation_offload": True}, {}, {"activations"}),
 }
 
@@ -99,13 +99,13 @@ VARIANTS: dict[str, tuple[type[ZeroStrategy], dict[str, Any], dict[str, Any], se
 def weigh(names: list[str]) -> dict[str, list[tuple]]:
     activation_offload.MIN_BYTES = 2048
     results: dict[str, list] = {}
-    for name, (cls, given, kwargs, _) in ((name, VARIANTS[name]) for name in names):
+    for name, (cls, given, kwargs, beside) in ((name, VARIANTS[name]) for name in names):
         for stage in STAGES:
             data = RandomData(96, WIDTH)
             weigher = Weigher([data.samples])
             strategy = cls(stage=stage, unit_size_mb=WIDTH * WIDTH * 2 / 2**20, **given)
             trainer = make_trainer(".", strategy=strategy, max_steps=4, callbacks=[weigher], **kwargs)
-            size = 16 if "activation_offload" in given else 2 if "accumulate_grad_batches" in kwargs else 4
+            size = 16 if "activations" in beside else 2 if "accumulate_grad_batches" in kwargs else 4
             trainer.fit(Net(), DataLoader(data, batch_size=size))
             results.setdefault(name, []).append((weigher.differences, weigher.kinds, weigher.predicted, weigher.peak))
             after = strategy.memory_stats()["now"]
