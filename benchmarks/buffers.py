@@ -4,20 +4,25 @@
 
 One rank of eight in this process (torch's fake process group: collectives return at once). A stack of layers of 1M parameters,
 as deep as 10M to 300M parameters. Reported are the peak of the engine's flat buffers, how many are made anew in a step once
-their number is known, and for the deepest stack what the process holds over the bytes in use, as training goes on.
+their number is known, and for one stack (--deep), as training goes on: the calls of torch's allocator in a step, and the peak
+of the process over the bytes in use. There every layer is recomputed, with its input where autograd keeps it and in one region
+(contiguous_activations).
 """
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+from lightning_zero.activations.checkpointing import Recomputation, checked_policy
+from lightning_zero.activations.contiguous import ContiguousInputs, Region
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
 from lightning_zero.estimate import short_count
@@ -28,7 +33,7 @@ from lightning_zero.tables import new_table, render
 sys.path.insert(0, str(Path(__file__).parent))
 from paper_table import fake_world
 
-WIDTH, RANKS, SETTLED = 1024, 8, 5
+WIDTH, RANKS, SETTLED, ROWS = 1024, 8, 5, 64
 
 
 class Run:
@@ -39,7 +44,11 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), foreach=True)
         config = EngineConfig(stage, unit_bytes=4 * WIDTH**2)
         self.engine = ZeroEngine(self.module, Comm(0, RANKS, torch.device("cpu")), config, [self.optimizer])
-        self.batch = torch.randn(16, WIDTH)
+        self.batch = torch.randn(ROWS, WIDTH)
+
+    def recompute(self, contiguous: bool) -> None:
+        region = Region(torch.device("cpu"), self.engine.ledger.add)
+        Recomputation(self.module, checked_policy(nn.Linear), ContiguousInputs(region) if contiguous else None)
 
     def step(self) -> None:
         with self.engine.step("train", backward_follows=True):
@@ -71,29 +80,49 @@ def made_anew(run: Run) -> int:
     return made
 
 
-def resident_over_live(layers: int, steps: int) -> dict[int, float]:
-    """By the number of steps: what the process has grown by over the bytes that the engine holds."""
-    process, ratios = psutil.Process(), {}
-    before = process.memory_info().rss
-    run = Run(layers, 3)
-    for step in range(1, steps + 1):
+def status(field: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)[1])  # type: ignore[index]
+
+
+def allocations(run: Run) -> int:
+    """Calls of torch's allocator that give out memory, in one step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run.step()
-        if step in {SETTLED, steps // 4, steps // 2, steps}:
-            ratios[step] = (process.memory_info().rss - before) / run.live
+    events = profiler.profiler.kineto_results.events()
+    return sum(event.name() == "[memory]" and event.nbytes() > 0 for event in events)
+
+
+def over_steps(layers: int, steps: int, contiguous: bool) -> dict[int, tuple[int, float]]:
+    """By the number of steps: allocations in one, and what the process has grown by at its peak over what is in use."""
+    before, found = status("VmRSS"), {}
+    run = Run(layers, 3)
+    run.recompute(contiguous)
+    for step in range(1, steps + 1):
+        measured = step in {SETTLED, steps // 4, steps // 2, steps}
+        if measured:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        run.step()
+        if measured:
+            peak = status("VmHWM") - before
+            found[step] = allocations(run), peak / run.live
     run.engine.close()
-    return ratios
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 30, 100, 300], help="of 1M parameters each")
-    parser.add_argument("--steps", type=int, default=200, help="of the deepest stack, at stage 3")
+    parser.add_argument("--deep", type=int, default=30, help="layers of the stack that is trained for long, at stage 3")
+    parser.add_argument("--steps", type=int, default=200, help="of that stack")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
     sizes, rows = new_table("stage 1", "stage 2", "stage 3"), []
     with fake_world(RANKS):
-        ratios = resident_over_live(args.layers[-1], args.steps)
+        runs = {}
+        for name, contiguous in (("kept by autograd", False), ("in one region", True)):
+            runs[name] = over_steps(args.deep, args.steps, contiguous)
         for layers in args.layers:
             cells = []
             for stage in (1, 2, 3):
@@ -106,10 +135,12 @@ def main() -> None:
                 run.engine.close()
             sizes.add_row(short_count(layers * WIDTH**2), *cells)
         print(render(sizes, [f"Buffers on one of {RANKS} ranks at their peak, and those made anew in a step"]))
-    shown = ", ".join(f"{ratio:.3f} after {step} steps" for step, ratio in ratios.items())
-    print(f"Resident memory over bytes in use: {shown}")
+    table = new_table(*(f"after\n{step} steps" for step in next(iter(runs.values()))))
+    for name, found in runs.items():
+        table.add_row(name, *(f"{calls}, {ratio:.2f}" for calls, ratio in found.values()))
+    print(render(table, ["Allocations in a step, and the process' peak over the bytes in use; inputs of recomputed layers"]))
     if args.json:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "buffers": rows, "resident_over_live": ratios}, indent=2))
+        args.json.write_text(json.dumps({"torch": torch.__version__, "buffers": rows, "over_steps": runs}, indent=2))
 
 
 if __name__ == "__main__":
