@@ -1,14 +1,26 @@
 """lightning_zero: ZeRO for unchanged LightningModules."""
 
-from lightning.pytorch.strategies import StrategyRegistry
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lightning_zero.callbacks import MemoryMonitor
-from lightning_zero.config import OffloadConfig
-from lightning_zero.estimate import estimate_memory
-from lightning_zero.offload.cpu_adam import CPUAdam
-from lightning_zero.pretrained import load_pretrained
-from lightning_zero.strategy import ZeroStrategy
-
-ZeroStrategy.register_strategies(StrategyRegistry)
+# The console script answers many questions without torch and Lightning, whose import takes seconds. For everybody else the
+# Trainer is to know the strategy's names from now on.
+if TYPE_CHECKING or Path(sys.argv[0] if sys.argv else "").stem != "lightning-zero":
+    from lightning_zero.names import (
+        CPUAdam,
+        MemoryMonitor,
+        OffloadConfig,
+        ZeroStrategy,
+        estimate_memory,
+        load_pretrained,
+    )
 
 __all__ = ["ZeroStrategy", "OffloadConfig", "CPUAdam", "MemoryMonitor", "estimate_memory", "load_pretrained"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(name)
+    return getattr(import_module("lightning_zero.names"), name)

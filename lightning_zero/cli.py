@@ -155,6 +155,7 @@ def _add_shard_group_size(parser: argparse.ArgumentParser) -> None:
 def _model(arguments: argparse.Namespace) -> "nn.Module | int":
     if not arguments.model.endswith(".json") and ":" not in arguments.model and not os.path.isdir(arguments.model):
         return parse_count(arguments.model)
+    import lightning_zero.names  # noqa: F401 (for modules that name the strategy by a string)
     from lightning_zero.meta import build_from_config, build_on_meta
 
     if arguments.model.endswith(".json") or os.path.isdir(arguments.model):

@@ -434,7 +434,8 @@ class Comm:
     @property
     def storage_group(self) -> Any:
         """The group over which ranks agree on what each writes to a checkpoint; the first use is a collective."""
-        if self._storage_group is None and self.world_size > 1 and self._control_group is not None:
+        shares = self.world_size > 1 and self._control_group is not None
+        if self._storage_group is None and (shares or self.model is not None):  # one of its own, not that of all ranks
             self._storage_group = self._new_group("gloo")
         return self._storage_group
 

@@ -118,24 +118,6 @@ class JoinsGroups(DDPStrategy):
         return self._comm.data_group if group is None and self._comm is not None else group
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self._refuse_checkpoints()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._refuse_checkpoints()
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def _refuse_checkpoints(self) -> None:
-        if self._topology is not None and self._topology.model_parallel_size > 1:
-            raise NotImplementedError(
-                "Checkpoints with model_parallel are not implemented yet: a file would hold one rank's parts only. Use"
-                " Trainer(enable_checkpointing=False) without checkpoint callbacks, and save `module.state_dict()` of each"
-                " rank of a model-parallel group after the fit."
-            )
-
-    @override
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_topology": None, "_topology_of": None, "_mesh": None}
 

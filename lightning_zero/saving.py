@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.file import FileCheckpointIO
 from lightning_zero.checkpoint.folder import FolderCheckpoint, is_folder
+from lightning_zero.checkpoint.parts import part_to_load, saving_parts
 from lightning_zero.checkpoint.reading import check_outline, reading
 from lightning_zero.checkpoint.saving import FolderSaver, failing_together, saves_in_background
 from lightning_zero.checkpoint.training import OWN_KEY, from_folder, load_optimizers
@@ -61,15 +62,28 @@ class SavesShards(DDPStrategy):
             return optimizer.state_dict()
 
     def _state_form(self) -> StateForm:
-        """Rank 0 writes a file; hooks of the user, if there are any, look into the checkpoint on every rank."""
+        """One rank writes a file; hooks of the user, if there are any, look into the checkpoint on every rank."""
         if self.state_dict_type == "sharded":
             return StateForm.SHARDS
         hooked = (self.lightning_module, *self._trainer.callbacks)  # type: ignore[attr-defined]
-        keeps = self.is_global_zero or any(is_overridden("on_save_checkpoint", one) for one in hooked)
+        keeps = self._writes_file or any(is_overridden("on_save_checkpoint", one) for one in hooked)
         return StateForm.WHOLE if keeps else StateForm.NOTHING
+
+    @property
+    def _writes_file(self) -> bool:
+        """Whether this is the rank that writes the one file, or a model-parallel part's."""
+        return self.is_global_zero if self._comm is None else self._comm.is_first
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._comm is None or self._comm.model is None:
+            self._save(checkpoint, filepath, storage_options)
+            return
+        self._comm.exchange("about to save a checkpoint", timeout=self.config.read_timeout)
+        with saving_parts(filepath, self._comm) as part:
+            self._save(checkpoint, part, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if self._comm is None or self.lightning_module is None:
             if self.state_dict_type == "sharded":
                 raise RuntimeError("a checkpoint of shards was saved before ZeroStrategy.setup")
@@ -80,10 +94,11 @@ class SavesShards(DDPStrategy):
             if self.state_dict_type == "full":
                 if engine is not None and "optimizer_states" in checkpoint:
                     # Half precision: the file's weights are 16-bit, training goes on from the masters beside them.
-                    masters = engine.masters(keep=self.is_global_zero)
+                    masters = engine.masters(keep=self._writes_file)
                     if masters:
                         checkpoint = {**checkpoint, OWN_KEY: {"masters": masters}}
-                super().save_checkpoint(checkpoint, filepath, storage_options)
+                if self._writes_file:
+                    self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
                 return
             if storage_options is not None:
                 raise TypeError("`save_checkpoint(..., storage_options=...)` does not go with state_dict_type='sharded'")
@@ -101,13 +116,16 @@ class SavesShards(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._folders.wait()
         # A file that only one rank cannot read ends all of them, and at once.
-        with failing_together(self._make_comm(), self.config.read_timeout, "load a checkpoint"):
+        comm = self._make_comm()
+        with failing_together(comm, self.config.read_timeout, "load a checkpoint"):
+            group = comm.topology.model_group
+            checkpoint_path = part_to_load(checkpoint_path, group.index(comm.rank), len(group))
             if not is_folder(checkpoint_path):
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
                 with reading(checkpoint_path):
                     check_outline(checkpoint)
                 return checkpoint
-            folder = FolderCheckpoint(checkpoint_path, weights_only)
+            folder = FolderCheckpoint(checkpoint_path, weights_only, group=None if comm.model is None else comm.storage_group)
             meta = folder.meta()
         sharded = self.engine is not None and self.engine.units and not self.engine.closed
         into = {} if sharded or self.lightning_module is None else self.lightning_module.state_dict()

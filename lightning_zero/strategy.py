@@ -29,6 +29,7 @@ from lightning_zero.activations.inputs import Inputs
 from lightning_zero.activations.offload import ActivationStore
 from lightning_zero.activations.partitioned import PartitionedInputs
 from lightning_zero.alone import RunsAlone
+from lightning_zero.checkpoint.parts import check_writes_parts
 from lightning_zero.checkpoint.saving import FolderSaver, saves_in_background
 from lightning_zero.comm import Comm, check_backend
 from lightning_zero.config import EngineConfig, checked_reduce_dtype, checked_unit_policy
@@ -263,8 +264,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         comm.broadcast([t.detach() for t in (*self.model.parameters(), *self.model.buffers()) if t.numel()], counted=False)
         if fitting:
             check_replicated(self.model, comm)
-            if self._trainer.checkpoint_callbacks:
-                self._refuse_checkpoints()
+            check_writes_parts(self._checkpoint_io)
 
     @property
     def _shows_progress(self) -> bool:

@@ -127,8 +127,9 @@ TABLE: dict[str, tuple[Promises, Promises]] = {
         {
             "hybrid sharding (`shard_group_size`)": "test_hybrid.py::test_four_ranks",
             "a module's own tensor parallelism (`model_parallel`)": "test_model_parallel.py::test_two_by_two_ranks_are_one_process",
+            "its checkpoints": "test_parts.py::test_resuming_is_going_on",
         },
-        {"checkpoints with `model_parallel`": "test_model_parallel.py::test_what_is_refused"},
+        {"checkpoints of another `model_parallel` size": "test_parts.py::test_what_does_not_fit_is_refused_on_all_ranks"},
     ),
     "offload": (
         {

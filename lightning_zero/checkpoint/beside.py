@@ -24,6 +24,8 @@ except ImportError:  # not on Windows: leftovers stay there
 
 METADATA_FILE = ".metadata"
 """What makes a folder a checkpoint of torch.distributed.checkpoint; written last."""
+PARTS_FILE = "model_parallel.json"
+"""What makes a folder a checkpoint of model-parallel parts (``parts``)."""
 _PARTIAL = re.compile(r"\.lightning_zero-[0-9a-f]+\.partial$")
 _YOUNG_SECONDS = 1.0  # its writer may be about to lock it
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -90,7 +92,8 @@ class Beside:
         self._unlock()
 
     def _begin(self) -> None:
-        if self.fs.isdir(self.destination) and not is_folder_checkpoint(self.destination, self.fs):
+        marked = any(self.fs.exists(os.path.join(self.destination, name)) for name in (METADATA_FILE, PARTS_FILE))
+        if self.fs.isdir(self.destination) and not marked:
             if self.fs.ls(self.destination, detail=False):
                 raise IsADirectoryError(f"The checkpoint path {self.destination!r} is a folder that is no checkpoint.")
         if self._parent:

@@ -64,12 +64,15 @@ def save_folder(
 class FolderCheckpoint:
     """A folder to read from, written by this package or by Lightning.
 
-    All ranks read it together, and all raise if one of them cannot; or one process reads it ``alone``.
+    All ranks of ``group`` (None: all there are) read it together, and all raise if one of them cannot; or one process reads
+    it ``alone``.
     """
 
-    def __init__(self, path: str | os.PathLike, weights_only: bool | None = None, alone: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike, weights_only: bool | None = None, alone: bool = False, group: Any = None
+    ) -> None:
         self.path = standing(path)
-        self._alone = alone
+        self._alone, self._group = alone, group
         self._weights_only = weights_only is not False
         with reading(self.path), self._open(METADATA_FILE) as stream:
             self._metadata = read_metadata(stream, trusted=not self._weights_only)
@@ -124,7 +127,7 @@ class FolderCheckpoint:
             return planner.values
         try:
             with _quiet():
-                dcp.load({}, storage_reader=reader, planner=planner)
+                dcp.load({}, storage_reader=reader, planner=planner, process_group=self._group)
         except BaseException as error:
             raise _cause(error, f"The checkpoint {os.fspath(self.path)!r} could not be read") from error
         return planner.values

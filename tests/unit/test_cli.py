@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,3 +255,25 @@ def test_the_package_runs_as_a_script(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert info.value.code == 0
     assert "1B parameters, 8 ranks, bf16-mixed" in capsys.readouterr().out
     assert 'lightning-zero = "lightning_zero.cli:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+LAZY = """
+import sys
+sys.argv = ["/usr/bin/lightning-zero"]
+from lightning_zero.cli import main
+assert main(["estimate", "7.5B", "--offload", "--delayed-update", "--stage", "2"]) == 0
+print(*sorted({"torch", "lightning", "numpy"} & set(sys.modules)), "end")
+from lightning_zero import ZeroStrategy
+from lightning.pytorch.strategies import StrategyRegistry
+print(ZeroStrategy.__name__, "zero_2" in StrategyRegistry)
+"""
+
+
+def test_arithmetic_needs_no_torch() -> None:
+    """The console script answers without what takes seconds to import; names are there when they are asked for."""
+    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-2:] == ["end", "ZeroStrategy True"]
+    # 2 bytes of 7.5B gradients on 8 ranks.
+    assert ["delayed", "gradients", "(host)", "1.88"] in [line.split() for line in lines]
