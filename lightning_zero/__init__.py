@@ -14,10 +14,11 @@ if TYPE_CHECKING or Path(sys.argv[0] if sys.argv else "").stem != "lightning-zer
         OffloadConfig,
         ZeroStrategy,
         estimate_memory,
+        load_from_checkpoint,
         load_pretrained,
     )
 
-__all__ = ["ZeroStrategy", "OffloadConfig", "CPUAdam", "MemoryMonitor", "estimate_memory", "load_pretrained"]
+__all__ = ["ZeroStrategy", "OffloadConfig", "CPUAdam", "MemoryMonitor", "estimate_memory", "load_from_checkpoint", "load_pretrained"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from lightning_zero import load_from_checkpoint
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.cli import main
 from tests.harness import run
@@ -45,6 +46,18 @@ def test_the_file_equals_the_full_one(saved: Path, tmp_path: Path, capsys: pytes
         assert_same_content(module.state_dict(), {k: v.float() for k, v in wanted["state_dict"].items()} | {
             "norm.num_batches_tracked": wanted["state_dict"]["norm.num_batches_tracked"]})  # fmt: skip
     assert sorted(p.name for p in tmp_path.iterdir()) == ["32.ckpt", "half.ckpt"]
+
+
+def test_a_module_from_a_folder(saved: Path, tmp_path: Path) -> None:
+    for name in CASES:
+        wanted = Wide.load_from_checkpoint(saved / f"{name}-full.ckpt", map_location="cpu").state_dict()
+        for form in ("full", "sharded"):
+            module = load_from_checkpoint(Wide, saved / f"{name}-{form}.ckpt", map_location="cpu")
+            assert type(module) is Wide
+            assert_same_content(module.state_dict(), wanted)
+    (tmp_path / "model_parallel.json").write_text('{"model_parallel_size": 2}')
+    with pytest.raises(ValueError, match=r"holds the parts of 2 model-parallel ranks: name one of them, such as"):
+        load_from_checkpoint(Wide, tmp_path)
 
 
 def test_safetensors(saved: Path, tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""A module from a checkpoint of any form, in one process."""
+
+import os
+import tempfile
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_zero.checkpoint.folder import FolderCheckpoint, is_folder
+from lightning_zero.checkpoint.parts import parts_of
+from lightning_zero.checkpoint.training import from_folder
+
+Module = TypeVar("Module", bound=pl.LightningModule)
+
+
+def load_from_checkpoint(module_class: type[Module], path: str | os.PathLike, **kwargs: Any) -> Module:
+    """``module_class.load_from_checkpoint(path, **kwargs)``, also where ``path`` is a folder of shards.
+
+    Of a folder the weights and hyper-parameters are read, and handed to Lightning through a temporary file. Raises
+    ValueError for a folder of model-parallel parts, each of which is a checkpoint of its own.
+    """
+    if parts_of(path) > 1:
+        raise ValueError(
+            f"{os.fspath(path)!r} holds the parts of {parts_of(path)} model-parallel ranks: name one of them, such as"
+            f" {os.path.join(path, 'mp_rank_00.ckpt')!r}"
+        )
+    if not is_folder(path):
+        return module_class.load_from_checkpoint(os.fspath(path), **kwargs)
+    folder = FolderCheckpoint(path, kwargs.get("weights_only"), alone=True)
+    meta = folder.meta()
+    with tempfile.TemporaryFile() as file:
+        torch.save({**meta, "state_dict": from_folder(folder, meta, {})["state_dict"]}, file)
+        file.seek(0)
+        return module_class.load_from_checkpoint(file, **kwargs)
