@@ -38,6 +38,7 @@ class StreamedUpdate:
 
     def __init__(self, store: Store, num_threads: int | None = None, link: Link | None = None) -> None:
         self.link = link
+        self.has_changed = False
         self._store = store
         self._num_threads = num_threads
         self._numbers: dict[int, int] = {}
@@ -91,8 +92,9 @@ class StreamedUpdate:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def run(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> None:
-        """Update the shards in ``groups``. Raises OSError if a file cannot be read or written: units that come after
-        that in the order of the forward are then as they were."""
+        """Update the shards in ``groups``. Raises OSError if a file cannot be read or written: unless ``has_changed``,
+        all is then as it was."""
+        self.has_changed = False
         self.put_away()
         with torch.no_grad():
             if has_kernel(optimizer, groups):
@@ -110,6 +112,7 @@ class StreamedUpdate:
         for rest in (resting(value) for item in items for value in item.state.values()):
             if rest is not None:
                 rest.bring()
+        self.has_changed = True
         stand_in(optimizer, [UpdateGroup(settings, some) for settings, some in parts]).step()
         for item in items:
             item.shard.grad = None
@@ -128,6 +131,7 @@ class StreamedUpdate:
                         _wait(writes.pop(ahead % _DEPTH, []))  # its buffers are free again
                         reads[ahead] = chunks[ahead].read(self._buffers_of(ahead % _DEPTH, chunks[ahead]))
                 _wait(reads[position])
+                self.has_changed = True
                 chunk.update(self._num_threads)
                 writes[position % _DEPTH] = chunk.write()
                 if chunk.is_last:

@@ -47,6 +47,7 @@ class HostUpdate:
         account: Account = count_nowhere,
     ) -> None:  # fmt: skip
         self.link = link
+        self.has_changed = True  # units are updated in memory, one after the other
         self.is_early = early
         self._delays = delays
         self._num_threads = num_threads

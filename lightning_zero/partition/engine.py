@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from lightning_zero.partition.rest import Tiers
 from lightning_zero.partition.schedule import Schedule
 from lightning_zero.partition.sharding import Progress, Source, first_values, own_values, plan_units
 from lightning_zero.partition.shards import LocalShards
+from lightning_zero.partition.together import Together
 from lightning_zero.partition.unit import Unit
 from lightning_zero.partition.whole import WholeTensors
 
@@ -71,6 +72,7 @@ class ZeroEngine:
         self._updater = updater
         self._link = None if updater is None else updater.link
         self.tiers = tiers or Tiers()
+        self.together = Together(comm, self.tiers.files is not None)
         self.closed = self.stop_wanted = False
         """Set at any time, on any rank: ``on_stop`` is then called on all ranks in the same backward."""
         self.on_stop: Callable[[], None] = lambda: None
@@ -104,12 +106,8 @@ class ZeroEngine:
         if self.units:
             self._bindings += [OptimizerBinding(optimizer, self, self._updater) for optimizer in optimizers]
             if self._updater is not None:
-                with self._making_files():
+                with self.together.making_files():
                     self._updater.prepare(optimizers, self.locate)
-
-    def _making_files(self) -> AbstractContextManager:
-        """Around what takes room in files, of which one rank may have too little."""
-        return self._comm.failing_together("make its files") if self.tiers.files is not None else nullcontext()
 
     @property
     def rank(self) -> int:
@@ -131,7 +129,7 @@ class ZeroEngine:
         plans = plan_units(self.module, config, self._comm.num_shards)
         try:
             for plan, values in first_values(plans, self._comm, source, progress):
-                with self._making_files():
+                with self.together.making_files():
                     unit = Unit(
                         len(self.units), plan.name, plan.group.modules, plan.pairs, plan.layout, values, self._comm,
                         self._pool, self.ledger, self._access, whole, plan.compute_dtype, plan.master_dtype,
@@ -178,6 +176,7 @@ class ZeroEngine:
             with self._saved.context() if self._packs else nullcontext():
                 yield
             return
+        self.together.check()
         if self._in_step:
             self.abandon()  # left by an exception that somebody caught
         self.complete()
@@ -390,6 +389,7 @@ class ZeroEngine:
     def drain(self) -> None:
         """Finish delayed updates and take back early ones: somebody is going to look at parameters or optimizer state.
         All ranks call it."""
+        self.together.check()
         if self._updater is not None:
             self._updater.revoke()
         pending = [binding for binding in self._bindings if binding.is_pending]

@@ -25,6 +25,7 @@ from lightning_zero.partition.elementwise import copy_value, is_moment, probe
 from lightning_zero.partition.gradients import UnitGradients
 from lightning_zero.partition.rest import Rested
 from lightning_zero.partition.shards import LocalShards, TensorShard
+from lightning_zero.partition.together import Together
 from lightning_zero.partition.unit import Unit
 from lightning_zero.partition.whole import WholeTensors
 from lightning_zero.transfer import Link
@@ -49,6 +50,7 @@ class Host(Protocol):
 
     whole: WholeTensors
     shards: LocalShards
+    together: Together
     state_form: StateForm
 
     @property
@@ -98,6 +100,8 @@ class Updater(Protocol):
 
     link: Link | None
     """The way to the host memory where masters and state are; None where that is the device's own."""
+    has_changed: bool
+    """Whether the update under way, or the last one, has changed anything."""
     is_early: bool
     """Whether it wants to hear of gradients before the step (:meth:`run_early`)."""
 
@@ -238,16 +242,19 @@ class OptimizerBinding:
         if self._pending is None:
             return {}
         (future, units), self._pending = self._pending, None
-        future.result()
-        for unit in units.values():
-            unit.end_update()
-            if unit.edited_meanwhile:
-                raise RuntimeError(
-                    f"Parameters of {unit.name!r} ({', '.join(unit.names[:3])}, ...) were edited inside a step while their"
-                    f" delayed update was under way (this is rank {self._host.rank}). Edit them outside of steps (hooks,"
-                    " callbacks), or do without delayed_update."
-                )
-            unit.publish()
+        with self._host.together.updating(self._updater):
+            future.result()
+            for unit in units.values():
+                unit.end_update()
+                if unit.edited_meanwhile:
+                    raise RuntimeError(
+                        f"Parameters of {unit.name!r} ({', '.join(unit.names[:3])}, ...) were edited inside a step while"
+                        f" their delayed update was under way (this is rank {self._host.rank}). Edit them outside of steps"
+                        " (hooks, callbacks), or do without delayed_update."
+                    )
+                unit.publish()
+            for unit in units.values():
+                unit.published_to_rest()
         return units
 
     @property
@@ -295,6 +302,9 @@ class OptimizerBinding:
             self._pending = (future, self._units)
             for unit in self._units.values():
                 unit.begin_update()
+            return
+        for unit in self._units.values():
+            unit.published_to_rest()
 
     def _update_group(self, group: dict[str, Any]) -> UpdateGroup:
         return UpdateGroup({k: copy_value(v) for k, v in group.items() if k != "params"}, [])
@@ -306,7 +316,8 @@ class OptimizerBinding:
             self._finished = self.take_pending()
             self._enter()
             if self._updater is not None:
-                self._hand_over(self._updater)
+                with self._host.together.updating(self._updater):
+                    self._hand_over(self._updater)
         except BaseException:
             self._depth = 0  # torch runs no post hooks
             raise

@@ -126,6 +126,8 @@ class Rested:
         self._staged: tuple[Tensor, Transfer] | None = None
         self._leaving: Transfer | None = None
         """New bytes on their way to the place."""
+        self._lost: OSError | None = None
+        """Why these did not come there: what it has is out of date."""
         self._last: Transfer | None = None
         """What reads the place, perhaps still."""
         self._version: int | None = None
@@ -160,7 +162,7 @@ class Rested:
     def stage(self) -> None:
         """Start fetching the bytes: they are wanted soon."""
         if not self.is_here and self._staged is None:
-            self._arrive()
+            self.arrive()
             with torch.inference_mode(False):
                 into = self.place.take(self._device)
             self._staged = into, self.place.read(into)
@@ -188,7 +190,7 @@ class Rested:
         """The tensor is a handle again; what was changed goes to the place. Raises OSError if that cannot be written."""
         if self.is_here:
             if self.tensor._version != self._version or (self._compares and not self._same_as_place()):
-                self._arrive()
+                self.arrive()
                 self.place.write(self.tensor.detach().to("cpu")).synchronize()
             memory = self.tensor.detach()
             self._leave()
@@ -206,16 +208,24 @@ class Rested:
         """Start giving the place new bytes: ``values`` must not change before that is done. The tensor is a handle."""
         self.forget()
         self._leave()
-        self._arrive()
+        self.arrive()
         self._leaving = self.place.write(values)
         return self._leaving
 
-    def _arrive(self) -> None:
-        """Nothing is on its way any more."""
-        transfers, self._last, self._leaving = (self._last, self._leaving), None, None
-        for transfer in transfers:
-            if transfer is not None:
-                transfer.synchronize()
+    def arrive(self) -> None:
+        """Wait until nothing is on its way any more. Raises OSError if new bytes have not come to the place, again and
+        again: it has old ones."""
+        last, self._last = self._last, None
+        leaving, self._leaving = self._leaving, None
+        if last is not None:
+            last.synchronize()
+        if leaving is not None:
+            try:
+                leaving.synchronize()
+            except OSError as error:
+                self._lost = error
+        if self._lost is not None:
+            raise self._lost
 
     def _fetch(self) -> Tensor:
         self.stage()

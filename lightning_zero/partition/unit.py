@@ -221,6 +221,11 @@ class Unit:
         self.put_away()
         self.published = False
 
+    def published_to_rest(self) -> None:
+        """Wait until what was published is where it rests. Raises OSError if it could not be written."""
+        if self.buffer.rest is not None:
+            self.buffer.rest.arrive()
+
     def _send(self, target: Tensor, staging: Link | HostPool) -> None:
         arriving = None
         if self.buffer.rest is not None:

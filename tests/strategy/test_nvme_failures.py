@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Does(pl.Callback):
 
 
 def fit(what: str, path: str, stage: int = 2, precision: str = "32-true", **kwargs: Any) -> tuple[Any, str, str]:
-    """The error, where that is an OSError; whether the weights are those of the third batch, and what is left."""
+    """The error; whether the weights are those of the third batch, if they can be read, and what is left."""
     torch.manual_seed(0)
     offload = OffloadConfig(optimizer="nvme", nvme_path=path, **kwargs)
     strategy = ZeroStrategy(stage=stage, unit_size_mb=UNIT_MB, offload=offload)
@@ -63,7 +64,12 @@ def fit(what: str, path: str, stage: int = 2, precision: str = "32-true", **kwar
         error = caught
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    same = all(map(torch.equal, does.weights, module.parameters())) if does.weights else None
+    same = None
+    if does.weights and not isinstance(error, OSError):
+        same = all(map(torch.equal, does.weights, module.parameters()))
+    elif does.weights:
+        with suppress(RuntimeError):
+            same = all(map(torch.equal, does.weights, module.parameters()))
     left = [name for name in os.listdir(path) if f"rank{rank()}-" in name] if os.path.isdir(path) else None
     return f"{type(error).__name__}: {error}", same, left  # type: ignore[return-value]
 
@@ -82,9 +88,10 @@ def test_errors_of_the_disk_name_the_file_and_change_nothing(tmp_path: Path) -> 
     # What steps compute with is whole at stage 3 only by its masters, which the file has lost.
     assert f"reading {size} bytes at offset 0 ended after 0: '{tmp_path}/lightning_zero-rank0-0/master'" in cut_16[0]
     assert cut_16[2] == []
+    # Written behind: the first unit has new weights by then.
     error, same, left = full
     assert f"File too large: writing {size} bytes" in error
-    assert left == []
+    assert (same, left) == (None, [])
 
 
 def test_files_deleted_under_a_run_stay_its_own(tmp_path: Path) -> None:
