@@ -367,7 +367,9 @@ def _on_host(stage: int) -> tuple[str, ...]:
 
 def places(stage: int, in_files: bool, parameters: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The kinds in host memory, and those in files."""
-    on_nvme = ("master", "optimizer") if in_files else ()
+    on_nvme: tuple[str, ...] = ("master", "optimizer") if in_files else ()
+    if in_files and parameters == "nvme":
+        on_nvme = ("gradients", *on_nvme)
     on_host = tuple(kind for kind in _on_host(stage) if kind not in on_nvme)
     if parameters == "cpu":
         on_host = ("parameters", *on_host)

@@ -94,7 +94,8 @@ class SavesShards(DDPStrategy):
             if self.state_dict_type == "full":
                 if engine is not None and "optimizer_states" in checkpoint:
                     # Half precision: the file's weights are 16-bit, training goes on from the masters beside them.
-                    masters = engine.masters(keep=self._writes_file)
+                    engine.drain()
+                    masters = engine.whole.masters(keep=self._writes_file)
                     if masters:
                         checkpoint = {**checkpoint, OWN_KEY: {"masters": masters}}
                 if self._writes_file:

@@ -20,7 +20,8 @@ class OffloadConfig:
     """Where master weights and optimizer state rest. The step itself runs on the host either way; from ``"nvme"`` they
     stream through it, 48 MiB at a time with Adam."""
     parameters: Literal["cpu", "nvme"] | None = None
-    """Where the shards of stage 3's parameters rest, instead of on the device. ``"cpu"`` changes nothing on a CPU."""
+    """Where the shards of stage 3's parameters rest, instead of on the device. ``"cpu"`` changes nothing on a CPU. With
+    both in ``"nvme"`` their reduced gradients rest there too."""
     nvme_path: str | None = None
     """Folder for what is ``"nvme"``: on a local disk, the faster the better. Each rank makes a folder of its own in it,
     which is gone when the run ends."""

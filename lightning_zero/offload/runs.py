@@ -10,6 +10,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_zero.offload.cpu_adam import CPUAdam, options_of
 from lightning_zero.ops import AdamOptions, adam_step_
 from lightning_zero.partition.optimizer import UpdateGroup, UpdateItem
+from lightning_zero.partition.rest import resting
 from lightning_zero.partition.unit import Unit
 
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -33,15 +34,27 @@ class AdamRun:
                 item.state["step"] = torch.zeros((), dtype=torch.float32)
         self.steps: list[Tensor] = [item.state["step"] for item in items]
         self._options: AdamOptions = options_of(settings)
-        self._grad = first.grad if len(items) == 1 else range_of(first.grad, self.stop - self.start)
+        self._grad: Tensor | None = None
+        """Of all elements; None if it rests where the unit's gradients do."""
+        if resting(first.grad) is None:
+            self._grad = first.grad if len(items) == 1 else range_of(first.grad, self.stop - self.start)
+
+    @property
+    def grad_rests(self) -> bool:
+        return self._grad is None
 
     def step(
-        self, start: int, stop: int, main: Tensor, states: list[Tensor], copy: Tensor | None, num_threads: int | None
-    ) -> None:
-        """Update the elements ``[start, stop)`` of the unit's shard, which are what the tensors hold."""
+        self, start: int, stop: int, main: Tensor, states: list[Tensor], copy: Tensor | None, num_threads: int | None,
+        fetched: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Update the elements ``[start, stop)`` of the unit's shard, which are what the tensors hold; ``fetched`` is their
+        gradient, if that rests elsewhere."""
+        grad = fetched if self._grad is None else self._grad[start - self.start : stop - self.start]
+        if grad is None:
+            raise AssertionError("an update whose gradient was not fetched")
         adam_step_(
             main,
-            self._grad[start - self.start : stop - self.start],
+            grad,
             states[0],
             states[1],
             self._options,
@@ -107,8 +120,13 @@ def _follows(before: UpdateItem, item: UpdateItem) -> bool:
         and item.index == before.index + 1
         and item.state.get("step", 0) == before.state.get("step", 0)
         and bool(item.state) == bool(before.state)
-        and distance(before.grad, item.grad) == gap
+        and _gradients_follow(before.grad, item.grad, gap)
     )
+
+
+def _gradients_follow(before: Tensor, grad: Tensor, gap: int) -> bool:
+    rest = resting(before) is not None, resting(grad) is not None
+    return rest == (True, True) or (not any(rest) and distance(before, grad) == gap)
 
 
 def distance(a: Tensor, b: Tensor) -> int | None:

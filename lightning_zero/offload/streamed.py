@@ -1,10 +1,10 @@
 """The optimizer step straight from files: chunks of master and state are read ahead, updated and written behind.
 
 [Note: streaming a step]
-The masters and each kind of Adam's state of a unit are ranges of files, cut at the same elements into chunks. While the
-kernel updates one chunk in memory, the next ones are being read and the last ones written, each byte once in either
-direction. The buffers are ``_DEPTH`` sets of one chunk of each kind: with Adam 48 MiB, whatever the size of the model.
-State that no update has made yet is what a new file reads as, zeros.
+The masters, each kind of Adam's state and, where they rest there, the gradients of a unit are ranges of files, cut at the
+same elements into chunks. While the kernel updates one chunk in memory, the next ones are being read and the last ones
+written, each byte once in either direction (gradients are only read). The buffers are ``_DEPTH`` sets of one chunk of each
+kind: with Adam 48 MiB, 64 MiB with gradients, whatever the size of the model. State that no update has made yet is what a new file reads as, zeros.
 """
 
 from collections import defaultdict
@@ -175,6 +175,7 @@ class _Job:
                         item.state[name] = update.room(optimizer, unit, item.index, name, torch.float32).tensor
         unit.put_away()
         self.rest = unit.main_rest
+        self.gradients = unit.gradient_place if any(run.grad_rests for run in self.runs) else None
 
     def chunks(self) -> "Iterator[_Chunk]":
         numel, size = self.unit.layout.shard_numel, CHUNK_BYTES // 4
@@ -202,8 +203,10 @@ class _Chunk:
         self.is_last = False
         self.runs = [run for run in job.runs if run.start < stop and start < run.stop]
         self._start, self._stop = start, stop
-        places = [*([] if job.rest is None else [job.rest.place]), *job.states]
+        written = [*([] if job.rest is None else [job.rest.place]), *job.states]
+        places = [*written, *([] if job.gradients is None else [job.gradients])]
         self._places = [place.part(start, stop) for place in places]
+        self._written = len(written)
         self._buffers: list[Tensor] = []
 
     @property
@@ -212,26 +215,29 @@ class _Chunk:
         return len(self._places)
 
     def read(self, buffers: list[Tensor]) -> list[Transfer]:
-        self._buffers = [buffer[: self._stop - self._start] for buffer in buffers[: self.count]]
+        numel = self._stop - self._start
+        self._buffers = [b.view(place.dtype)[:numel] for b, place in zip(buffers, self._places)]
         return [place.read(buffer) for place, buffer in zip(self._places, self._buffers, strict=True)]
 
     def update(self, num_threads: int | None) -> None:
-        unit, states = self.job.unit, self._buffers
+        unit, (states, fetched) = self.job.unit, (self._buffers[: self._written], self._buffers[self._written :])
         if self.job.rest is None:
             main = unit.main.detach()[self._start : self._stop]
         else:
-            main, *states = self._buffers
+            main, *states = states
         for run in self.runs:
             start, stop = max(run.start, self._start), min(run.stop, self._stop)
             part = slice(start - self._start, stop - self._start)
-            run.step(start, stop, main[part], [state[part] for state in states[: len(run.names)]], None, num_threads)
+            grad = fetched[0][part] if run.grad_rests else None
+            run.step(start, stop, main[part], [state[part] for state in states[: len(run.names)]], None, num_threads, grad)
         if unit.master is not None:
             unit.weights_target()[self._start : self._stop].copy_(main)
 
     def write(self) -> list[Transfer]:
         if not self.runs:
             return []
-        return [place.write(buffer) for place, buffer in zip(self._places, self._buffers, strict=True)]
+        written = zip(self._places[: self._written], self._buffers)
+        return [place.write(buffer) for place, buffer in written]
 
 
 def _wait(transfers: list[Transfer]) -> None:

@@ -27,5 +27,7 @@ def make_tiers(
     main = store if offload.optimizer == "nvme" and fitting else None
     if main is None and parameters is None:
         return None
+    # Where parameters are in files they may be more than memory holds, and then so are their gradients.
+    gradients = main if offload.parameters == "nvme" else None
     whole = PlainMemory() if store is None or offload.parameters != "nvme" else MappedTensors(store)
-    return Tiers(main, parameters, link or HostPool(pin_memory=False, account=account), store, whole)
+    return Tiers(main, parameters, gradients, link or HostPool(pin_memory=False, account=account), store, whole)

@@ -1,12 +1,13 @@
 """Gradient clipping and loss unscaling over shards: what torch computes from whole gradients, with one number reduced."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm import Comm
+from lightning_zero.partition.rest import bytes_of, resting
 
 
 class GradientShards:
@@ -31,8 +32,9 @@ class GradientShards:
 
     def clip_by_value(self, clip_value: float) -> None:
         """Clamp every element to ``[-clip_value, clip_value]``."""
-        for shard in self._shards:
-            shard.clamp_(-clip_value, clip_value)
+        for shards in edited(self._shards):
+            for shard in shards:
+                shard.clamp_(-clip_value, clip_value)
 
     def unscale(self, inverse_scale: float) -> Tensor:
         """Multiply by ``inverse_scale``; returns 1.0 if any rank's were not finite, else 0.0 (0-dim)."""
@@ -40,8 +42,8 @@ class GradientShards:
         # The dtype is named, since a step of manual optimization under 16-true has another default.
         found = torch.zeros((), dtype=torch.float32, device=home)
         scale = torch.full((), inverse_scale, dtype=torch.float32, device=home)
-        if self._shards:
-            torch._amp_foreach_non_finite_check_and_unscale_(self._shards, found, scale)
+        for shards in edited(self._shards):
+            torch._amp_foreach_non_finite_check_and_unscale_(shards, found, scale)
         return self._comm.all_reduce_everywhere(found.to(self._comm.device), "max")
 
 
@@ -66,7 +68,8 @@ def clip_by_norm(
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Where looking is free, gradients that need no clipping are left alone.
     if shards and not (factor.device.type == "cpu" and factor == 1):
-        torch._foreach_mul_(shards, factor)
+        for some in edited(shards):
+            torch._foreach_mul_(some, factor)
     return norm
 
 
@@ -80,7 +83,8 @@ def total_norm(
     """The norm of all ranks' shards taken as one vector, as a 0-dim tensor of the dtype and device of ``zero`` (the
     ranks' shards may differ in dtype). A shard that several ranks own counts once."""
     norm_type = float(norm_type)
-    norms = torch.stack([zero, *(n.to(zero) for n in (torch._foreach_norm(shards, norm_type) if shards else ()))])
+    each = [norm.to(zero) for some in values(shards) for norm in torch._foreach_norm(some, norm_type)]
+    norms = torch.stack([zero, *each])
     if math.isinf(norm_type):
         return all_reduce(norms.max(), "max")
     powers = norms.double() ** norm_type
@@ -88,3 +92,34 @@ def total_norm(
         powers /= torch.tensor([1, *owners], dtype=torch.float64, device=norms.device)
     power = powers.sum()
     return (all_reduce(power, "sum") ** (1.0 / norm_type)).to(zero)
+
+
+def values(shards: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The shards, to look at: all at once, or one at a time where some rest elsewhere."""
+    for some in _staged(shards):
+        yield [bytes_of(shard) for shard in some]
+
+
+def edited(shards: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The same to write to."""
+    for some in _staged(shards):
+        owners = [owner for owner in map(resting, some) if owner is not None]
+        for owner in owners:
+            owner.bring_to_write()
+        yield some
+        for owner in owners:
+            owner.put_away()
+
+
+def _staged(shards: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups to work on one after the other; of what rests elsewhere the next one is being fetched."""
+    owners = [resting(shard) for shard in shards]
+    if not any(owners):
+        if shards:
+            yield shards
+        return
+    for number, shard in enumerate(shards):
+        for owner in owners[number : number + 2]:
+            if owner is not None:
+                owner.stage()
+        yield [shard]

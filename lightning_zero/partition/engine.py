@@ -154,10 +154,12 @@ class ZeroEngine:
         whole = self.config.residence.whole_gradients
         for unit in self.units:
             if unit.index not in self._gradients and any(p.requires_grad for p in unit.tensors):
-                self._gradients[unit.index] = UnitGradients(
-                    unit, self._comm, self._pool, self.ledger, whole, self._access, self._link,
-                    gradient_dtypes(unit, self.config, self._comm.world_size, crosses=self._link is not None),
-                )  # fmt: skip
+                with self.together.making_files():
+                    self._gradients[unit.index] = UnitGradients(
+                        unit, self._comm, self._pool, self.ledger, whole, self._access, self._link,
+                        self.tiers.gradients,
+                        gradient_dtypes(unit, self.config, self._comm.world_size, crosses=self._link is not None),
+                    )  # fmt: skip
             if unit.index in self._gradients:
                 self._handles += hooks.hook_gradients(self._gradients[unit.index], self)
         return GradientSync([self._gradients[i] for i in sorted(self._gradients)], self._comm, self._update_early)
@@ -501,11 +503,6 @@ class ZeroEngine:
             if local is not None and local.numel():
                 shards.append((parameter, local))
         return GradientShards(parameters, shards, self._comm)
-
-    def masters(self, keep: bool) -> dict[str, Tensor]:
-        """Whole master weights, by name, that the module's state dict does not show; empty unless ``keep``."""
-        self.drain()
-        return self.whole.masters(keep)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self._comm.exchange("collecting an optimizer's state", timeout=self.config.read_timeout)

@@ -12,6 +12,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.partition import handle
 from lightning_zero.partition.buffer import ShardedBuffer, State, in_memory_order, write_changes
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
+from lightning_zero.partition.rest import Places, Rested, bytes_of
 from lightning_zero.partition.unit import Unit
 from lightning_zero.transfer import STAGING, Link, Transfer
 from lightning_zero.work import Work
@@ -20,6 +21,8 @@ from lightning_zero.work import Work
 _MAX_IN_FLIGHT = 2
 # Reduced shards on their way to the host before the next one waits for the oldest: bounds the memory they come from.
 _MAX_LANDING = 2
+# Reduced shards on their way to where they rest, in the same sense.
+_MAX_LEAVING = 1
 # How long the wait for a reduction may last. Ranks that took different branches launch some reductions only when
 # backward ends, so waiting for good would be waiting for a rank that waits for us. A backward with a wait in vain halves
 # it, one without lets it grow back, so that ranks that differ often soon stop losing time.
@@ -58,12 +61,14 @@ class UnitGradients:
     """The gradients of one unit.
 
     ``flat`` holds local, unreduced gradients; ``shard`` the reduced sum that this rank owns, of shape
-    ``(shard_numel,)``. Sets of parameters are bit masks over the unit's slots.
+    ``(shard_numel,)``. With ``places`` it rests there from its reduction on: the sum with that of the next micro-batch, an
+    edit, a factor to clip by read and write it again. Sets of parameters are bit masks over the unit's slots.
     """
 
     def __init__(
         self, unit: Unit, comm: Comm, pool: BufferPool, ledger: Ledger, whole: bool,
-        on_access: Callable[[ShardedBuffer, Tensor], None], link: Link | None, dtypes: GradientDtypes,
+        on_access: Callable[[ShardedBuffer, Tensor], None], link: Link | None, places: Places | None,
+        dtypes: GradientDtypes,
     ) -> None:  # fmt: skip
         self.unit = unit
         self.layout = unit.layout
@@ -102,6 +107,14 @@ class UnitGradients:
         self.handles = [torch.Tensor._make_subclass(torch.Tensor, value.expand(p.shape)) for p in unit.tensors]
         home = device if link is None else unit.main.device
         self.shard = torch.empty(0, dtype=self.dtypes.reduced, device=home)
+        self._rest: Rested | None = None
+        self._parts: dict[int, Rested] = {}
+        """By parameter, what rests of it."""
+        self._leaving: Tensor | None = None
+        """Memory of the link's whose bytes are on their way to the place."""
+        if places is not None:
+            unit.gradient_place = places.place("gradients", self.layout.shard_numel, self.dtypes.reduced)
+            self._rest = Rested(unit.gradient_place, home)
         if whole:
             self._flat = self._home = allocate(self.layout, dtypes.local, device)
             ledger.add("gradients", self._home.nbytes)
@@ -243,7 +256,7 @@ class UnitGradients:
     def _merge(self, reduced: Tensor) -> None:
         """Add the reduced sum to that of earlier micro-batches."""
         if self.accumulated:
-            previous = self.shard if self._previous is None else self._previous
+            previous = bytes_of(self.shard) if self._previous is None else self._previous
             for i in range(len(self.unit.tensors)):
                 if not self.accumulated >> i & 1:
                     previous[self.unit.in_shard(i).slice()].zero_()
@@ -278,10 +291,26 @@ class UnitGradients:
         if grad is None:
             return None
         if grad is self.handles[index]:
-            return self.shard[self.unit.in_shard(index).slice()]
+            return self._local_shard(index)
         # The user's own tensor: take the owned elements in memory order.
         flat = in_memory_order(grad.to(self.dtypes.reduced), self.layout.slots[index].stride)
         return flat[self.unit.in_tensor(index).slice()]
+
+    def _local_shard(self, index: int) -> Tensor:
+        local = self.unit.in_shard(index)
+        if self._rest is None:
+            return self.shard[local.slice()]
+        if index not in self._parts:
+            self._parts[index] = Rested(self._rest.place.part(local.start, local.stop), self.shard.device)
+        return self._parts[index].tensor
+
+    def arrive(self) -> None:
+        """Wait until the reduced sum is where it rests. Raises OSError if it could not be written."""
+        if self._rest is not None:
+            self._rest.arrive()
+        if self._leaving is not None and self._link is not None:
+            self._link.give(self._leaving)
+            self._leaving = None
 
     def close(self) -> None:
         """Forget the gradients and let go of the handles."""
@@ -320,11 +349,16 @@ class UnitGradients:
     def _set_shard(self, shard: Tensor | None) -> None:
         if shard is None:
             shard = torch.empty(0, dtype=self.dtypes.reduced, device=self.shard.device)
-        if not self._whole and self._link is None:
+        elif self._rest is not None:
+            self.arrive()
+            self._rest.replace(shard)
+            shard, self._leaving = self._rest.tensor, shard
+        if not self._whole and (self._link is None or self._rest is not None):
             self._ledger.add("gradients", (shard.numel() - self.shard.numel()) * shard.element_size())
-        if self._link is not None and self.shard is not shard and self.shard.numel():
+        if self._link is not None and self._rest is None and self.shard is not shard and self.shard.numel():
             self._link.give(self.shard)
         self.shard = self.buffer.shard = shard
+        self.buffer.rest = self._rest if shard.numel() else None
 
 
 class GradientSync:
@@ -347,6 +381,7 @@ class GradientSync:
         self._next = 0
         self._in_flight: list[UnitGradients] = []
         self._landing: list[UnitGradients] = []
+        self._leaving: list[UnitGradients] = []
         self._patience = _PATIENCE_SECONDS
         self._out_of_patience = False
         self.enabled = True
@@ -417,7 +452,7 @@ class GradientSync:
         return tuple(g.accumulated for g in self._gradients)
 
     def close(self) -> None:
-        self._in_flight, self._landing = [], []
+        self._in_flight, self._landing, self._leaving = [], [], []
         for gradients in self._gradients:
             gradients.close()
 
@@ -445,16 +480,24 @@ class GradientSync:
         while self._in_flight:
             self._finish(self._in_flight.pop(0))
         while self._landing:
-            self._landing.pop(0).land()
+            self._land(self._landing.pop(0))
+        while self._leaving:
+            self._leaving.pop(0).arrive()
 
     def _finish(self, gradients: UnitGradients) -> None:
         gradients.finish()
         self._landing.append(gradients)
         while len(self._landing) > _MAX_LANDING:
             landed = self._landing.pop(0)
-            landed.land()
+            self._land(landed)
             if landed.is_complete:
                 self._on_reduced(landed)
+
+    def _land(self, gradients: UnitGradients) -> None:
+        gradients.land()
+        self._leaving.append(gradients)
+        while len(self._leaving) > _MAX_LEAVING:
+            self._leaving.pop(0).arrive()
 
     def _adopt_order(self) -> None:
         """From now on send units in the order in which rank 0 completed them in the first backward."""

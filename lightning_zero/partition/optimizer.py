@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_zero.partition.buffer import in_memory_order
 from lightning_zero.partition.elementwise import copy_value, is_moment, probe
 from lightning_zero.partition.gradients import UnitGradients
-from lightning_zero.partition.rest import Rested
+from lightning_zero.partition.rest import Rested, bytes_of
 from lightning_zero.partition.shards import LocalShards, TensorShard
 from lightning_zero.partition.together import Together
 from lightning_zero.partition.unit import Unit
@@ -83,7 +83,8 @@ class UpdateItem:
     """Where it lies in the unit's main shard."""
     shard: nn.Parameter
     grad: Tensor
-    """In the dtype of reduced gradients, which may be narrower than the shard's."""
+    """In the dtype of reduced gradients, which may be narrower than the shard's. It may rest elsewhere: all that do are
+    the part of the unit's ``gradient_place`` from ``start`` on."""
     state: dict[str, Any]
 
 
@@ -135,7 +136,7 @@ def stand_in(optimizer: Optimizer, groups: list[UpdateGroup]) -> Optimizer:
     other = probe(optimizer, {}, [])
     for group in groups:
         for item in group.items:
-            item.shard.grad = item.grad.to(item.shard.dtype)
+            item.shard.grad = bytes_of(item.grad).to(item.shard.dtype)
     other.param_groups = [{**group.settings, "params": [item.shard for item in group.items]} for group in groups]
     other.state = defaultdict(dict, {item.shard: item.state for group in groups for item in group.items})
     return other

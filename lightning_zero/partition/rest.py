@@ -80,6 +80,8 @@ class Tiers:
     """Master weights, and the optimizer's state."""
     parameters: Places | None = None
     """The shards of sharded parameters."""
+    gradients: Places | None = None
+    """Reduced gradients."""
     memory: Link | HostPool | None = None
     """Host memory for what is on its way to where parameters rest."""
     files: "Files | None" = None

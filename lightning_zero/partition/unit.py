@@ -10,7 +10,7 @@ from lightning_zero.partition import handle
 from lightning_zero.partition.buffer import ShardedBuffer, State, write_changes
 from lightning_zero.partition.layout import FlatLayout, Range
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
-from lightning_zero.partition.rest import Rested, Tiers, bytes_of
+from lightning_zero.partition.rest import Place, Rested, Tiers, bytes_of
 from lightning_zero.transfer import HostPool, Link
 
 
@@ -57,6 +57,8 @@ class Unit:
         """An update of the main shard is under way or has not been published: it is ahead of the buffer."""
         self.edited_meanwhile = False
         """The user has edited parameters inside a step during that update."""
+        self.gradient_place: Place | None = None
+        """Where the reduced gradients of its shard rest, if that is not in memory."""
         self._versions = 0
         self.names = [n for n, _ in named_parameters]
         self.tensors: list[nn.Parameter] = [p for _, p in named_parameters]

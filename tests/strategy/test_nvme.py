@@ -18,6 +18,7 @@ from lightning_zero.offload import streamed
 from tests.harness import make_trainer, run
 from tests.parity import TINY_UNIT_MB, RandomData, rank, trained
 from tests.slow_link import FarStrategy
+from tests.strategy import test_gradients as gradients
 from tests.strategy.test_edits import Constrained, FollowingTeacher, Swapping
 from tests.strategy.test_modules import Gan
 from tests.strategy.test_offload import Net
@@ -94,6 +95,7 @@ def test_units_of_many_chunks(isa: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("LIGHTNING_ZERO_ISA", isa)
     cases = [(1, {}), (3, {}), (2, {"precision": "bf16-mixed"}), (3, {"precision": "bf16-true"})]
     cases = [(Wide, stage, IN_FILES, {"strategy": {"unit_size_mb": 1.0}, **kwargs}) for stage, kwargs in cases]  # type: ignore[misc]
+    cases += [(Wide, 3, ALL_IN_FILES, {"strategy": {"unit_size_mb": 1.0}, "precision": flag}) for flag in ("32-true", "bf16-true")]  # type: ignore[misc]
     for found in run(2, in_chunks, cases):
         for case, wrong in found:
             assert wrong == [], case
@@ -125,6 +127,41 @@ def test_in_every_precision() -> None:
 def test_parameters_in_files() -> None:
     check(2, [(net("adam"), 3, ALL_IN_FILES, {"precision": flag}) for flag in ("32-true", "bf16-mixed", "bf16-true")])
     check(1, [(net("adam"), 3, ALL_IN_FILES, {}), (net("sgd"), 3, ALL_IN_FILES, {"precision": "bf16-true"})])
+
+
+# What reads, adds to, edits and replaces gradients, which rest in files with the rest.
+GRADIENTS = (
+    gradients.Rescheduled, gradients.ClippedByNormAccumulated, gradients.ClippedByValue, gradients.ClippedTwice,
+    gradients.Watched, gradients.Rewritten, gradients.ZeroedNotDropped, gradients.ExtraBackward, gradients.NeverZeroed,
+    gradients.HandMadeGradients, gradients.GradientsOnTop, gradients.Adversaries,
+)  # fmt: skip
+
+
+def differences_of_gradients(names: list[str], optimizer: str) -> list[tuple[str, list[str]]]:
+    cases: list[Any] = []
+    for base in GRADIENTS:
+        settings = gradients.settings_of(base)
+        settings["strategy"] = settings.pop("strategy_kwargs")
+        module = type(base.__name__, (base,), {"optimizer_name": optimizer})
+        cases += [(module, 3, ALL_IN_FILES, settings)] if not names or base.__name__ in names else []
+    return differences(cases)
+
+
+@pytest.mark.parametrize(
+    ("world", "names", "optimizer"),
+    [(1, ["Rescheduled", "Rewritten"], "sgd"), (2, [], "adam"), (3, ["ClippedByNormAccumulated", "Rewritten"], "adam")],
+)
+def test_gradients_in_files(world: int, names: list[str], optimizer: str) -> None:
+    for found in run(world, differences_of_gradients, names, optimizer, timeout=120):
+        assert len(found) == (len(names) or len(GRADIENTS))
+        for case, wrong in found:
+            assert wrong == [], case
+
+
+def test_gradients_in_files_in_every_precision() -> None:
+    clipped = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    flags = ["bf16-mixed", "bf16-true", "16-true", "16-mixed", "64-true"]
+    check(2, [(net("adamw_fused"), 3, ALL_IN_FILES, {"precision": flag, **clipped}) for flag in flags])
 
 
 def test_every_pair_of_tiers() -> None:
@@ -399,7 +436,7 @@ def measured(cases: list[tuple[OffloadConfig, str]]) -> list[tuple[dict[str, int
 
 def test_memory_is_told_wherever_it_rests() -> None:
     cases = [(IN_FILES, "32-true"), (IN_FILES, "bf16-mixed"), (ALL_IN_FILES, "bf16-mixed"), (PAIRS[2], "bf16-mixed")]
-    places = [("master", "optimizer"), ("master", "optimizer"), ("parameters", "master", "optimizer"), ("parameters",)]
+    places = [("master", "optimizer"), ("master", "optimizer"), ("parameters", "gradients", "master", "optimizer"), ("parameters",)]
     for found in run(2, measured, cases):
         for (now, expected, on_nvme, files, taken), place in zip(found, places, strict=True):
             assert now == expected

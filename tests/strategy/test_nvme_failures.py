@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ class Does(pl.Callback):
         elif self.what == "deletes":
             for name in os.listdir(folder):
                 os.unlink(os.path.join(folder, name))
+        elif self.what == "locks gradients":  # what is read goes on being read
+            file = trainer.strategy._tiers.files._files["gradients"]
+            os.dup2(os.open(file.path, os.O_RDONLY), file.descriptor)
         elif self.what == "fills the disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         elif self.what == "raises":
@@ -92,6 +96,13 @@ def test_errors_of_the_disk_name_the_file_and_change_nothing(tmp_path: Path) -> 
     error, same, left = full
     assert f"File too large: writing {size} bytes" in error
     assert (same, left) == (None, [])
+
+
+def test_gradients_that_cannot_be_written_end_the_run_before_the_step(tmp_path: Path) -> None:
+    [(error, same, left)] = run(1, partial(fit, parameters="nvme"), "locks gradients", str(tmp_path), 3)
+    assert f"Bad file descriptor: writing {4 * 64 * 64} bytes at offset " in error
+    assert f"{tmp_path}/lightning_zero-rank0-0/gradients" in error
+    assert (same, left) == (True, [])
 
 
 def test_files_deleted_under_a_run_stay_its_own(tmp_path: Path) -> None:
@@ -168,9 +179,9 @@ def traffic(cases: list[tuple[int, str, str | None]]) -> list[list[tuple[float, 
 def test_a_step_touches_each_byte_once_in_each_direction() -> None:
     """Master, exp_avg and exp_avg_sq are 12 bytes; in 32-bit the master is the parameter shard, in memory or in a file.
     Of parameters in files all units are read in forward and two of four in backward (the last is still there, the first
-    layer's weight is not needed), and what has changed is written."""
+    layer's weight is not needed), and what has changed is written. With all in files so are gradients, once each way."""
     cases = [(1, "32-true", None), (2, "bf16-mixed", None), (3, "bf16-true", None), (3, "bf16-true", "nvme"), (3, "32-true", "nvme")]
-    expected = [(8.0, 8.0), (12.0, 12.0), (12.0, 12.0), (12.0 + 1.5 * 2, 12.0 + 2), (12.0 + 1.5 * 4, 12.0)]
+    expected = [(8.0, 8.0), (12.0, 12.0), (12.0, 12.0), (14.0 + 1.5 * 2, 14.0 + 2), (16.0 + 1.5 * 4, 16.0)]
     for found in run(2, traffic, cases):
         for case, steps, step in zip(cases, found, expected, strict=True):
             assert set(steps[1:]) == {step}, case

@@ -367,7 +367,7 @@ def resumed(stage: int, flag: str) -> tuple[dict[str, Tensor], dict[str, Tensor]
             trainer.save_checkpoint("half.ckpt")
         state = trainer.strategy.optimizer_state(trainer.optimizers[0])["state"]
         moments = {f"{i} {k}": v for i, entry in state.items() for k, v in entry.items()}
-        masters = trainer.strategy._optimizer_engine.masters(True)
+        masters = trainer.strategy._optimizer_engine.whole.masters(True)
         return {**{k: v.clone() for k, v in module.state_dict().items()}, **moments, **masters}
 
     unbroken = fit(2, save=False)

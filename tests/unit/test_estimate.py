@@ -203,7 +203,7 @@ def test_counts_are_short(count: float, text: str) -> None:
     ("offload", "device", "host", "nvme"),
     [
         (OffloadConfig(optimizer="nvme", nvme_path="x"), 2, 2, 12),
-        (OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path="x"), 0, 2, 14),
+        (OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path="x"), 0, 0, 16),
         (OffloadConfig(optimizer="nvme", parameters="cpu", nvme_path="x"), 0, 4, 12),
         (OffloadConfig(parameters="nvme", nvme_path="x"), 0, 14, 2),
     ],
