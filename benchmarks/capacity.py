@@ -3,10 +3,14 @@
     python benchmarks/capacity.py --cap-gb 3 --folder /tmp --json result.json
     python benchmarks/capacity.py --cap-gb 3 --folder /tmp --modes all-nvme --blocks 24 --width 2048
 
+The first is the whole table: about 20 runs, and half an hour on a disk of 1.5 GB/s.
+
 Each run is a process group of its own: one batch of one short sequence, a few steps of AdamW, to the end of ``fit``. Its
 memory is watched, and it is killed when it has more than the cap. What counts is the resident memory of all its processes
-together, mapped files with the rest; not the page cache beside them. By bisection over the number of blocks, the largest
-model that passes is found to ``--tolerance``.
+together, mapped files with the rest; not the page cache beside them. The search begins with what should just fit, goes on
+where memory, as it was seen to grow, meets the cap, and ends when the largest model that passes is known to ``--tolerance``,
+after ``--tries`` runs, or at ``--most`` million parameters, beyond which nothing is tried. A run that takes longer than
+``--seconds`` is killed as well.
 
 With ``--blocks`` one size is run instead of searching. Seconds of a step are those of the last one; of these, ``I/O`` is when
 the disk was busy, and ``waiting`` when nothing else was. The bandwidth is that of one file, measured before.
@@ -37,6 +41,8 @@ from lightning_zero.disk import measure
 VOCABULARY = 256
 POLL_SECONDS = 0.02
 SIZE_OF_DISK_TEST = 2**30
+BASE_BYTES = 0.55e9
+"""Of a rank without a model."""
 
 
 class Block(nn.Module):
@@ -77,6 +83,8 @@ class Mode:
 
     name: str
     ranks: int
+    bytes_per_parameter: float
+    """That all ranks together may be expected to take: where the search begins."""
     strategy: dict[str, Any] | None
     """Arguments of ZeroStrategy; None for Lightning's own."""
 
@@ -92,12 +100,12 @@ class Mode:
 MODES = {
     mode.name: mode
     for mode in (
-        Mode("plain", 1, None),
-        Mode("ddp", 2, None),
-        Mode("stage3", 2, {"stage": 3}),
-        Mode("nvme", 2, {"stage": 3, "offload": {"optimizer": "nvme"}}),
-        Mode("all-nvme", 2, {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}}),
-        Mode("all-nvme-1", 1, {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}}),
+        Mode("plain", 1, 18, None),
+        Mode("ddp", 2, 40, None),
+        Mode("stage3", 2, 18, {"stage": 3}),
+        Mode("nvme", 2, 10, {"stage": 3, "offload": {"optimizer": "nvme"}}),
+        Mode("all-nvme", 2, 0.5, {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}}),
+        Mode("all-nvme-1", 1, 0.5, {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}}),
     )
 }
 
@@ -192,8 +200,11 @@ def attempt(job: dict[str, Any], cap: float) -> dict[str, Any]:
             killed = False
             while process.poll() is None:
                 seen.append((time.time(), resident(process.pid)))
-                if sum(seen[-1][1].values()) > cap and not killed:
+                late = time.time() - seen[0][0] > job["seconds"]
+                if (sum(seen[-1][1].values()) > cap or late) and not killed:
                     killed = True
+                    if late:
+                        print(f"  {job['mode']} with {job['blocks']} blocks takes more than {job['seconds']} s", flush=True)
                     os.killpg(process.pid, signal.SIGKILL)
                 time.sleep(POLL_SECONDS)
         if process.returncode and not killed:
@@ -215,25 +226,31 @@ def describe(found: dict[str, Any]) -> str:
     return f"  {found['mode']:10} {found['blocks']:4} blocks: {'passed' if found['passed'] else 'too large'} (GB: {peaks})"
 
 
-def largest(job: dict[str, Any], cap: float, tolerance: float) -> dict[str, Any]:
-    """The largest number of blocks that passes; tried next is where memory, as far as it was seen to grow, meets the cap."""
-    best, fails = attempt({**job, "blocks": 4}, cap), 0
-    if not best["passed"]:
-        sys.exit(f"4 blocks of width {job['width']} do not fit into {cap / 1e9:g} GB: --width is too large")
-    previous, blocks = best, 12
-    while True:
+def largest(job: dict[str, Any], cap: float, args: argparse.Namespace) -> dict[str, Any]:
+    """The largest number of blocks that passes."""
+    mode, per_block = MODES[job["mode"]], 12.0 * job["width"] ** 2
+    most = max(1, int(1e6 * args.most / per_block))
+    expected = (cap - BASE_BYTES * mode.ranks) / (mode.bytes_per_parameter * per_block)
+    blocks, fails, best = max(1, min(most, int(expected))), most + 1, None
+    for _ in range(args.tries):
         found = attempt({**job, "blocks": blocks}, cap)
         if found["passed"]:
-            previous, best = best, found
+            best = found
+            start = sum(found["peaks"]["start"].values())
+            growth = max(1.0, (found["peak"] - start) / blocks)
+            ahead = int(0.99 * (cap - found["peak"]) / growth)
+            next_blocks = min(blocks + ahead, fails - 1)
+            if next_blocks <= blocks * (1 + args.tolerance):
+                break
         else:
             fails = blocks
-        if fails and fails - best["blocks"] <= max(1, tolerance * best["blocks"]):
-            return best
-        growth = (best["peak"] - previous["peak"]) / max(1, best["blocks"] - previous["blocks"])
-        ahead = int(0.98 * (cap - best["peak"]) / growth) if growth > 0 else best["blocks"]
-        blocks = best["blocks"] + max(1, min(ahead, 8 * best["blocks"]))
-        if fails:
-            blocks = min(blocks, (best["blocks"] + fails) // 2 if blocks >= fails else blocks, fails - 1)
+            next_blocks = int(0.9 * blocks) if best is None else (best["blocks"] + fails) // 2
+            if next_blocks <= (0 if best is None else best["blocks"]):
+                break
+        blocks = next_blocks
+    if best is None:
+        sys.exit(f"{fails} blocks of width {job['width']} do not fit into {cap / 1e9:g} GB: choose a smaller --width, or more --tries")
+    return best
 
 
 @dataclass(frozen=True)
@@ -279,11 +296,14 @@ def main() -> None:
     parser.add_argument("--cap-gb", type=float, default=3.0, help="resident memory of a run, of all its ranks together")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
     parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--context", type=int, default=32, help="tokens in the one sequence of a batch")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--blocks", type=int, help="run this size instead of searching")
     parser.add_argument("--tolerance", type=float, default=0.05)
+    parser.add_argument("--tries", type=int, default=5, help="runs of a search")
+    parser.add_argument("--most", type=float, default=1050, help="million parameters; no larger model is tried")
+    parser.add_argument("--seconds", type=float, default=900, help="of a run")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="for the files: on the disk to use")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -294,14 +314,14 @@ def main() -> None:
     print(f"{args.folder} writes {speed.write / 1e9:.2f} and reads {speed.read / 1e9:.2f} GB/s")
     rows, runs = [], []
     for name in args.modes:
-        job = {"mode": name, **{key: getattr(args, key) for key in ("precision", "steps", "context", "width", "folder")}}
+        job = {"mode": name, **{key: getattr(args, key) for key in ("precision", "steps", "context", "width", "folder", "seconds")}}
         cap = 1e9 * args.cap_gb
         if args.blocks:
             found = attempt({**job, "blocks": args.blocks}, cap)
             if not found["passed"]:
                 sys.exit(f"{name}: {args.blocks} blocks do not fit")
         else:
-            found = largest(job, cap, args.tolerance)
+            found = largest(job, cap, args)
         runs.append(found)
         rows.append(row_of(found))
     print(table(rows, (speed.read + speed.write) / 2))

@@ -128,9 +128,13 @@ class _PythonQueue:
 
     def submit(self, file: int, write: bool, buffer: int, nbytes: int, offset: int, align: int) -> "_PythonTransfer":
         self._count(1)
-        future = self._pool.submit(_move, file, write, buffer, nbytes, offset)
-        future.add_done_callback(lambda _: self._count(-1))
-        return _PythonTransfer(future)
+        return _PythonTransfer(self._pool.submit(self._carry_out, file, write, buffer, nbytes, offset))
+
+    def _carry_out(self, *piece: Any) -> tuple[int, int]:
+        try:
+            return _move(*piece)
+        finally:
+            self._count(-1)  # before anybody who waits goes on
 
     def _count(self, change: int) -> None:
         with self._lock:

@@ -111,7 +111,7 @@ class UnitGradients:
         self._parts: dict[int, Rested] = {}
         """By parameter, what rests of it."""
         self._leaving: Tensor | None = None
-        """Memory of the link's whose bytes are on their way to the place."""
+        """Memory whose bytes are on their way to the place."""
         if places is not None:
             unit.gradient_place = places.place("gradients", self.layout.shard_numel, self.dtypes.reduced)
             self._rest = Rested(unit.gradient_place, home)
@@ -308,9 +308,9 @@ class UnitGradients:
         """Wait until the reduced sum is where it rests. Raises OSError if it could not be written."""
         if self._rest is not None:
             self._rest.arrive()
-        if self._leaving is not None and self._link is not None:
-            self._link.give(self._leaving)
-            self._leaving = None
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None and self._link is not None:
+            self._link.give(leaving)
 
     def close(self) -> None:
         """Forget the gradients and let go of the handles."""

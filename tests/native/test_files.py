@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,33 @@ def test_many_at_once(queue: FileQueue, tmp_path: Path) -> None:
         transfer.wait()  # again does nothing
     assert all(map(torch.equal, intos, parts))
     assert queue.read_bytes == queue.written_bytes == 64 * 3 * BLOCK_BYTES
+    file.close()
+
+
+def test_seconds_busy_and_waited(queue: FileQueue, tmp_path: Path) -> None:
+    """Busy is when there was anything to do, whatever the number of threads at it; waited when somebody stood still."""
+    file = OpenFile(str(tmp_path / "file"))
+    size, count = 2**20, 48
+    file.allocate(0, count * size)
+    part = aligned(size).random_(0, 255)
+    assert (queue.busy_seconds, queue.waited_seconds) == (0.0, 0.0)
+    for _ in range(2):
+        busy, waited = queue.busy_seconds, queue.waited_seconds
+        begin = time.perf_counter()
+        writes = [queue.write(file, number * size, part) for number in range(count)]
+        under_way = queue.busy_seconds
+        before_waiting = time.perf_counter()
+        assert queue.waited_seconds == waited
+        writes[-1].wait()  # on three threads the last to begin may end before others
+        for transfer in writes:
+            transfer.wait()
+        end = time.perf_counter()
+        assert busy <= under_way < queue.busy_seconds <= busy + end - begin
+        assert waited < queue.waited_seconds <= waited + end - before_waiting
+        idle = queue.busy_seconds, queue.waited_seconds
+        for transfer in writes:
+            transfer.wait()
+        assert (queue.busy_seconds, queue.waited_seconds) == idle
     file.close()
 
 

@@ -1,6 +1,7 @@
 """Tiers: master weights, optimizer state and parameters that rest in files change no bit and leave nothing behind."""
 
 import copy
+import gc
 import io
 import os
 from functools import partial
@@ -442,3 +443,52 @@ def test_memory_is_told_wherever_it_rests() -> None:
             assert now == expected
             assert on_nvme == place
             assert taken >= files
+
+
+class Deep(pl.LightningModule):
+    """Units of the same size."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(depth)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Holds(pl.Callback):
+    """The most memory that tensors hold, in hooks of the third step."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def look(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step == 2:
+            gc.collect()  # of earlier runs
+            tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+            storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+            self.most = max(self.most, sum(storages.values()))
+
+    on_before_optimizer_step = on_before_zero_grad = look
+
+
+def growth(tiers: OffloadConfig, settings: dict[str, Any]) -> float:
+    """Units more that a step holds of a module with sixteen units more."""
+    streamed.CHUNK_BYTES = 4096
+    found = []
+    for depth in (12, 28):
+        holds = Holds()
+        kwargs = {"offload": tiers, "unit_size_mb": 64 * 64 * 4 / 2**20}
+        trained(partial(Deep, depth), 3, (12, 64), 2, kwargs, callbacks=[holds], **settings)
+        found.append(holds.most / (4 * 64 * 64))
+    return found[1] - found[0]
+
+
+def test_what_a_step_holds_does_not_grow_with_the_model() -> None:
+    for settings in ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}):
+        assert run(1, growth, ALL_IN_FILES, settings)[0] < 1
+    [with_gradients] = run(1, growth, OffloadConfig(parameters="nvme", nvme_path=FILES), {})
+    assert with_gradients > 16 * 3  # master and Adam's state are in memory as well
