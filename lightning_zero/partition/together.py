@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-import torch
-
 from lightning_zero.comm import Comm
 
 
@@ -56,8 +54,10 @@ class Together:
         except BaseException as error:  # by a signal, on this rank: the others cannot be asked
             self._remember(f"{type(error).__name__} on rank {self._comm.rank}", updater.has_changed)
             raise
-        flags = torch.tensor([int(failed is not None), int(failed is None or updater.has_changed)])
-        is_failed, is_changed = self._comm.all_reduce_everywhere(flags, "max").tolist()
+        flags = [int(failed is not None), int(failed is None or updater.has_changed)]
+        # A rank that takes no step at all is somewhere else, which the exchange tells.
+        most, _ = self._comm.exchange("ending an optimizer step", flags)
+        is_failed, is_changed = map(self._comm.over_model, most[:2])
         if is_failed:
             reasons = self._comm.all_gather_object(None if failed is None else f"{type(failed).__name__}: {failed}")
             found = ((rank, reason) for rank, reason in zip(self._comm.topology.members, reasons) if reason is not None)

@@ -43,6 +43,16 @@ class ByHand(Simple):
             self.caught = error
 
 
+class Skips(ByHand):
+    """Rank 1 does not take the third step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 2 and rank() == 1:
+            self.manual_backward(Simple.training_step(self, batch, batch_idx))
+        else:
+            super().training_step(batch, batch_idx)
+
+
 class Breaks(pl.Callback):
     """On the last rank, before the fourth step: what ``how`` says happens to the second half of a file, or to all writes."""
 
@@ -145,3 +155,14 @@ def test_nobody_gets_half_of_a_step(world: int, monkeypatch: pytest.MonkeyPatch)
             # Those of the third step, which was whole.
             assert one["saved"] == ["epoch=0-step=3.ckpt", "last.ckpt"], (how, one)
             assert one["left"] == [], (how, one)
+
+
+def skipping() -> str:
+    trainer, module, data = start((Skips, 3, "32-true", ALL, "full"), [])
+    return attempts(lambda: trainer.fit(module, data)) + str(getattr(module, "caught", ""))
+
+
+def test_a_rank_that_takes_no_step_stalls_nobody() -> None:
+    for told in run(2, skipping, timeout=40):
+        assert "The ranks have gone different ways: " in told
+        assert "rank 0 is ending an optimizer step" in told
