@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.beside import METADATA_FILE, Beside, describe, is_folder_checkpoint, os_error, standing
 from lightning_zero.checkpoint.metadata import read_metadata
-from lightning_zero.checkpoint.planners import IntoLoadPlanner, Path, ShardSavePlanner
+from lightning_zero.checkpoint.planners import IntoLoadPlanner, Path, ShardSavePlanner, any_rests
 from lightning_zero.checkpoint.reading import check_outline, reading
 from lightning_zero.partition.shards import TensorShard
 
@@ -52,7 +52,9 @@ def save_folder(
     """
     beside = Beside(path, token)
     planner = ShardSavePlanner(*WEIGHTS)
-    writer = (_LocalWriter if beside.is_local else _RemoteWriter)(path, beside, meta, planner)
+    # Where something is fetched to be written, one tensor after the other; else torch copies a few ahead from a device.
+    ahead = {"per_thread_copy_ahead": 0} if any_rests(state) else {}
+    writer = (_LocalWriter if beside.is_local else _RemoteWriter)(path, beside, meta, planner, **ahead)
     try:
         with _quiet():
             dcp.save(dict(state), storage_writer=writer, planner=planner, process_group=group)
@@ -244,8 +246,8 @@ class _LocalWriter(_Committing):
 
 
 class _RemoteWriter(_Committing, FsspecWriter):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args, sync_files=False)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, sync_files=False, **kwargs)
 
 
 class _ReadsOnce(FileSystemReader):

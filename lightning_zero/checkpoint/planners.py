@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from typing_extensions import override
 
 from lightning_zero.checkpoint.boxes import Box, boxes_of
-from lightning_zero.partition.rest import Rested, bytes_of
+from lightning_zero.partition.rest import Rested, bytes_of, resting
 from lightning_zero.partition.shards import TensorShard
 
 Path = tuple[str | int, ...]
@@ -48,6 +48,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         self.aliases: dict[str, str] = {}
         self._first, self._also = first, also
         self._boxes: dict[MetadataIndex, tuple[TensorShard, Box]] = {}
+        self._lent: torch.UntypedStorage | None = None
 
     @override
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -87,7 +88,15 @@ class ShardSavePlanner(DefaultSavePlanner):
             return super().resolve_data(write_item)
         shard, box = self._boxes[write_item.index]
         # Not before it is written: what rests elsewhere is in memory only as long as that takes.
-        return box.view_of(_in_own_storage(bytes_of(shard.data)[box.elements.slice()]))
+        elements = bytes_of(shard.data)[box.elements.slice()]
+        if not rests(shard):
+            return box.view_of(_in_own_storage(elements))
+        # What is written is kept until the file is complete. The writer asks for one after the other (see its set-up).
+        if self._lent is not None:
+            self._lent.resize_(0)
+        elements = elements.clone()
+        self._lent = elements.untyped_storage()
+        return box.view_of(elements)
 
 
 class IntoLoadPlanner(LoadPlanner):
@@ -160,6 +169,15 @@ class IntoLoadPlanner(LoadPlanner):
         target = self._targets[read_item.dest_index.fqn]
         if isinstance(target, TensorShard) and isinstance(target.data, Rested):
             target.data.put_away()
+
+
+def rests(value: Any) -> bool:
+    """Whether it is a shard that has to be fetched."""
+    return isinstance(value, TensorShard) and (isinstance(value.data, Rested) or resting(value.data) is not None)
+
+
+def any_rests(state: Mapping[str, Any]) -> bool:
+    return any(rests(value) for _, value in _leaves(state))
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

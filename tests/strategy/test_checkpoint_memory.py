@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import OffloadConfig, ZeroStrategy
 from lightning_zero.checkpoint.consolidate import consolidate
 from tests.harness import make_trainer, run
 from tests.parity import RandomData
@@ -91,6 +91,33 @@ class Watched(ZeroStrategy):
     def load_optimizer_state_dict(self, *args: Any) -> None:
         with self.peaks.during("optimizer"):
             super().load_optimizer_state_dict(*args)
+
+
+class Saves(pl.Callback):
+    def __init__(self, peaks: Peaks, path: str) -> None:
+        self.peaks, self.path = peaks, path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        with self.peaks.during("save"):
+            trainer.save_checkpoint(self.path)
+
+
+def save_from_files(form: str) -> float:
+    ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, see docs/nvme.md
+    peaks = Peaks()
+    offload = OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path="files")
+    strategy = ZeroStrategy(stage=3, state_dict_type=form, offload=offload)  # type: ignore[arg-type]
+    trainer = make_trainer(".", strategy=strategy, max_epochs=1, callbacks=[Saves(peaks, f"{form}.ckpt")])
+    trainer.fit(Large(), DataLoader(RandomData(2, WIDTH), batch_size=2))
+    return peaks.growth["save"]
+
+
+def test_saving_what_rests_in_files_takes_a_parameter_or_a_unit() -> None:
+    """A folder, by parameter: read, and copied; a file, by unit, into files that are mapped."""
+    [sharded] = run(1, save_from_files, "sharded", timeout=120)
+    assert sharded < 2 * LAYER + SLACK
+    [full] = run(1, save_from_files, "full", timeout=120)
+    assert full < 3 * UNIT + SLACK
 
 
 def save_and_load(folder: str) -> dict[str, dict[str, float]]:

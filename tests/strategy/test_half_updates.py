@@ -166,3 +166,11 @@ def test_a_rank_that_takes_no_step_stalls_nobody() -> None:
     for told in run(2, skipping, timeout=40):
         assert "The ranks have gone different ways: " in told
         assert "rank 0 is ending an optimizer step" in told
+
+
+def test_gradients_that_cannot_be_written_end_the_other_rank_too() -> None:
+    """In the backward, before anything is updated."""
+    zero, one = run(2, broken, "locks gradients", (Simple, 3, "32-true", ALL, "full"), "saved")
+    assert "Bad file descriptor: writing 8192 bytes at offset" in one["fit"]
+    assert "RuntimeError" in zero["fit"]
+    assert zero["saved"] == one["saved"] == ["epoch=0-step=3.ckpt", "last.ckpt"]
