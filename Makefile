@@ -18,7 +18,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python -m benchmarks --update
 
 sanitize: $(READY)
 	$(BIN)/python -m tests.native.sanitize

@@ -45,8 +45,9 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.optimizer import StateForm
 
-sys.path.insert(0, str(Path(__file__).parent))
-from step_time import GPT, adamw
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.competitors import adamw
+from benchmarks.models import GPT
 
 HOST = StateDictOptions(cpu_offload=True)
 
@@ -92,7 +93,7 @@ def fsdp2(path: str, meter: Meter) -> tuple[float, float]:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh), adamw(model.parameters())
+        return fully_shard(model, mesh=mesh), adamw(model)
 
     model, optimizer = build()
     model(batch()).backward()
@@ -120,7 +121,7 @@ def fsdp2(path: str, meter: Meter) -> tuple[float, float]:
 def ours(stage: int, form: str) -> Callable[[str, Meter], tuple[float, float]]:
     def engine_of(model: GPT) -> tuple[ZeroEngine, torch.optim.Optimizer, Comm]:
         comm = Comm(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-        optimizer = adamw(model.parameters())
+        optimizer = adamw(model)
         return ZeroEngine(model, comm, EngineConfig(stage=stage, unit_bytes=32 * 2**20), [optimizer]), optimizer, comm
 
     def run(path: str, meter: Meter) -> tuple[float, float]:

@@ -12,13 +12,17 @@ if TYPE_CHECKING or Path(sys.argv[0] if sys.argv else "").stem != "lightning-zer
         CPUAdam,
         MemoryMonitor,
         OffloadConfig,
+        StepTimeline,
         ZeroStrategy,
         estimate_memory,
         load_from_checkpoint,
         load_pretrained,
     )
 
-__all__ = ["ZeroStrategy", "OffloadConfig", "CPUAdam", "MemoryMonitor", "estimate_memory", "load_from_checkpoint", "load_pretrained"]
+__all__ = [
+    "ZeroStrategy", "OffloadConfig", "CPUAdam", "MemoryMonitor", "StepTimeline", "estimate_memory", "load_from_checkpoint",
+    "load_pretrained",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

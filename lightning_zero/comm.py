@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_zero import profiling
 from lightning_zero.topology import Topology, make_topology
 from lightning_zero.work import Done, Exchange, FutureWork, Result, Work
 from lightning_zero.worker import Worker
@@ -54,11 +55,12 @@ class CommStats:
         self.bytes[name] += nbytes
 
     @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        """Around a wait for the collective."""
+    def waiting(self, name: str, unit: str = "") -> Iterator[None]:
+        """Around a wait for the collective, for the sake of ``unit`` if there is one."""
         start = time.perf_counter()
         try:
-            yield
+            with profiling.span(f"{profiling.WAIT} for {name}", unit):
+                yield
         finally:
             self.seconds[name] += time.perf_counter() - start
 

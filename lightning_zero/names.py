@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zero.callbacks import MemoryMonitor
+from lightning_zero.callbacks import MemoryMonitor, StepTimeline
 from lightning_zero.checkpoint.alone import load_from_checkpoint
 from lightning_zero.estimate import estimate_memory
 from lightning_zero.offload.cpu_adam import CPUAdam
@@ -12,4 +12,7 @@ from lightning_zero.strategy import ZeroStrategy
 
 ZeroStrategy.register_strategies(StrategyRegistry)
 
-__all__ = ["ZeroStrategy", "OffloadConfig", "CPUAdam", "MemoryMonitor", "estimate_memory", "load_from_checkpoint", "load_pretrained"]
+__all__ = [
+    "ZeroStrategy", "OffloadConfig", "CPUAdam", "MemoryMonitor", "StepTimeline", "estimate_memory", "load_from_checkpoint",
+    "load_pretrained",
+]  # fmt: skip

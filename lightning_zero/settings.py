@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-# Measured on the GPT of benchmarks/step_time.py; smaller models get proportionally smaller units.
+# Measured on the GPT of benchmarks/models.py; smaller models get proportionally smaller units.
 DEFAULT_UNIT_SIZE_MB = 32.0
 # Fewer, larger units than this many per model would make "one unit at a time" mean most of the model.
 _MIN_UNITS = 8

@@ -49,7 +49,7 @@ class MemoryMonitor(pl.Callback):
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
             raise ValueError(f"every_n_steps must be an integer of at least 1, got {every_n_steps!r}")
         if plot is not None:
-            memory_plot.check_plot(plot)
+            memory_plot.check_plot("MemoryMonitor(plot=...)", plot)
         self.every_n_steps = every_n_steps
         self.plot = plot
         self._recorder: StepRecorder | None = None

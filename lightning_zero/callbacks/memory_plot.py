@@ -35,14 +35,14 @@ _MOST_LANES = 32
 _LONGEST_NAME = 28
 
 
-def check_plot(path: str) -> None:
-    """Raise unless a picture can be drawn and written to ``path``."""
+def check_plot(argument: str, path: str) -> None:
+    """Raise unless a picture can be drawn and written to ``path``, the value of ``argument``."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            f"MemoryMonitor(plot={path!r}) needs matplotlib: pip install 'lightning_zero[plot]', or leave plot at None."
+            f"{argument} needs matplotlib to draw {path!r}: pip install 'lightning_zero[plot]', or leave it out."
         )
     if Path(path).suffix.lower() != ".png":
-        raise ValueError(f"MemoryMonitor(plot=...) must name a .png file, got {path!r}")
+        raise ValueError(f"{argument} must name a .png file, got {path!r}")
 
 
 def draw(
@@ -56,7 +56,7 @@ def draw(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: it has state, and would want a display
 
-    lanes = _lanes(trace)
+    lanes = lanes_of(trace)
     figure = Figure(figsize=(13, 5.2 + 0.19 * len(lanes)), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     heights = [4.2, max(0.6, 0.19 * len(lanes) + 0.4)]
@@ -67,7 +67,7 @@ def draw(
     figure.suptitle(title, fontsize=12)
     names = {kind: _LABELS.get(kind, kind) + (" (host)" if kind in (*on_host, *HOST_KINDS) else "") for kind in _STACK}
     _draw_areas(areas, trace, names)
-    _draw_lanes(spans, trace, lanes)
+    draw_lanes(spans, trace, lanes)
     _draw_bars(bars, by_stage, ran, peak, names)
     handles = {}
     for axes in (areas, bars):
@@ -102,7 +102,7 @@ def _draw_areas(axes: Any, trace: StepTrace, names: Mapping[str, str]) -> None:
             )
 
 
-def _lanes(trace: StepTrace) -> list[int]:
+def lanes_of(trace: StepTrace) -> list[int]:
     """The units that get a lane of their own: those that do most, in the model's order."""
     busy = dict.fromkeys(range(len(trace.units)), 0.0)
     for span in trace.spans:
@@ -111,7 +111,7 @@ def _lanes(trace: StepTrace) -> list[int]:
     return sorted(chosen)
 
 
-def _draw_lanes(axes: Any, trace: StepTrace, lanes: Sequence[int]) -> None:
+def draw_lanes(axes: Any, trace: StepTrace, lanes: Sequence[int]) -> None:
     row = {unit: position for position, unit in enumerate(lanes)}
     for what, (color, label) in _SPANS.items():
         found = [span for span in trace.spans if span.what == what and span.unit in row]

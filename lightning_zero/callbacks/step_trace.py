@@ -75,7 +75,7 @@ class StepRecorder:
         if self._current is not None:
             with self._not_watching():
                 self._engine.memory_stats()  # what nobody has counted so far
-            self._current.marks.append((self._now(), phase))
+            self._current.marks.append((self.now(), phase))
             self._look()
 
     def end(self) -> None:
@@ -86,11 +86,12 @@ class StepRecorder:
         trace, self._current = self._current, None
         self._engine.ledger.watcher = None
         trace.marks.pop()
-        trace.seconds = self._now()
+        trace.seconds = self.now()
         trace.spans += [Span(*key, start, trace.seconds) for key, start in self._open.items()]
         self.trace = trace
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds since the start of the step."""
         return time.perf_counter() - self._start
 
     @contextmanager
@@ -101,7 +102,7 @@ class StepRecorder:
         ledger.watcher = watcher
 
     def _look(self) -> None:
-        trace, ledger, now = self._current, self._engine.ledger, self._now()
+        trace, ledger, now = self._current, self._engine.ledger, self.now()
         if trace is None:
             return
         held = {kind: ledger.now.get(kind, 0) for kind in (*KINDS, *BESIDE)}

@@ -6,6 +6,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from lightning_zero import profiling
 from lightning_zero.comm import Comm
 from lightning_zero.ops import is_rounded_copy
 from lightning_zero.partition import handle
@@ -237,7 +238,8 @@ class ShardedBuffer:
             self.arriving = None
         if self.rest is not None:
             self.rest.bring()  # to stay while the tensors are unsharded, for edits to be compared with
-        self._work = self._comm.all_gather(self.buffer.flat, self._shard_to_send(), self._channel)
+        with profiling.span(profiling.GATHER, self.name):
+            self._work = self._comm.all_gather(self.buffer.flat, self._shard_to_send(), self._channel)
 
     def _shard_to_send(self) -> Tensor:
         shard = bytes_of(self.shard)
@@ -247,7 +249,7 @@ class ShardedBuffer:
     def _wait(self) -> None:
         if self._work is None:
             raise AssertionError(f"{self} has no gather under way")
-        with self._comm.stats.waiting("all_gather"):
+        with self._comm.stats.waiting("all_gather", self.name):
             self._work.wait()
         self._work = None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_zero import profiling
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition import handle
@@ -219,7 +220,8 @@ class UnitGradients:
             flat = narrow
         self._received = self._comm.received_bytes(flat.flat)
         self._ledger.add("buffers", self._received)
-        self.work = self._comm.reduce_scatter(flat.flat, scale, self.dtypes.arrived, self.unit.index)
+        with profiling.span(profiling.REDUCE, self.unit.name):
+            self.work = self._comm.reduce_scatter(flat.flat, scale, self.dtypes.arrived, self.unit.index)
         self._sent = flat
         self.filled = 0
         self.launched = True
@@ -228,7 +230,7 @@ class UnitGradients:
         """Wait for the reduction; its result is merged at once, or starts on its way to the host."""
         if self.work is None or self._sent is None:
             return
-        with self._comm.stats.waiting("reduce_scatter"):
+        with self._comm.stats.waiting("reduce_scatter", self.unit.name):
             reduced = self.work.wait()
         self._end_reduction()
         self._give_back(self._sent)
@@ -468,7 +470,7 @@ class GradientSync:
         if done is None:
             return True
         deadline = time.monotonic() + self._patience
-        with self._comm.stats.waiting("reduce_scatter"):
+        with self._comm.stats.waiting("reduce_scatter", gradients.unit.name):
             while not done():
                 if self._out_of_patience or time.monotonic() > deadline:
                     self._out_of_patience = True  # for the rest of this backward

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero import profiling
 from lightning_zero.partition.buffer import in_memory_order
 from lightning_zero.partition.elementwise import copy_value, is_moment, probe
 from lightning_zero.partition.gradients import UnitGradients
@@ -233,7 +234,8 @@ class OptimizerBinding:
         units, self._finished = self._finished, {}
         if self._updater is None:
             for unit in self._units.values():
-                unit.publish()
+                with profiling.span(profiling.PUBLISH, unit.name):
+                    unit.publish()
         if self._pending is None:
             units |= self._units
         self._host.after_update([units[index] for index in sorted(units)])

@@ -98,5 +98,5 @@ def test_what_cannot_be_drawn_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(TypeError, match="draws what ZeroStrategy does in a step; under DDPStrategy leave plot at None"):
         MemoryMonitor(plot="memory.png").setup(SimpleNamespace(strategy=DDPStrategy()), torch.nn.Module(), "fit")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib: pip install 'lightning_zero\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib to draw .*: pip install 'lightning_zero\[plot\]'"):
         MemoryMonitor(plot="memory.png")
