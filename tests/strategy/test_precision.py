@@ -320,7 +320,7 @@ def gpt_losses(flags: list[str]) -> list[float]:
 
 
 def test_the_gpt_example_trains_alike_in_every_precision() -> None:
-    [(reference, *losses)] = run(1, gpt_losses, ["32-true", *BANDS])
+    [(reference, *losses)] = run(1, gpt_losses, ["32-true", *BANDS], timeout=240)
     assert reference < 3.6  # from 5.5
     for (flag, band), loss in zip(BANDS.items(), losses, strict=True):
         assert loss == pytest.approx(reference, rel=band), flag

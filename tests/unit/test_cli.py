@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_zero import cli, disk, doctor, meta, ops
 from lightning_zero.ops._native import ISA_VARIABLE
+from tests.fresh import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -271,7 +272,7 @@ print(ZeroStrategy.__name__, "zero_2" in StrategyRegistry)
 
 def test_arithmetic_needs_no_torch() -> None:
     """The console script answers without what takes seconds to import; names are there when they are asked for."""
-    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", LAZY], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-2:] == ["end", "ZeroStrategy True"]
