@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lightning_zero.formulas import HOST_KINDS, KINDS, SIZES, MemoryEstimate, Setting, ranks_text, short_count
+from lightning_zero.formulas import (
+    HOST_KINDS,
+    KINDS,
+    SIZES,
+    MemoryEstimate,
+    Setting,
+    parse_count,
+    ranks_text,
+    short_count,
+)
 from lightning_zero.settings import OffloadConfig
 from lightning_zero.tables import ByteUnit, new_table, render
 
 if TYPE_CHECKING:
     from torch import nn
-
-_LETTERS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,29 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def parse_count(text: str) -> int:
-    """Read a number of parameters such as ``7.5B``, ``350M`` or ``1e9``.
-
-    >>> parse_count("7.5B"), parse_count("350 m"), parse_count("1_000"), parse_count("7,500,000")
-    (7500000000, 350000000, 1000, 7500000)
-    """
-    given, text = text, text.replace(",", "").replace(" ", "")
-    letter = text[-1:].upper() if text[-1:].isalpha() else ""
-    try:
-        count = float(text[: len(text) - len(letter)]) * _LETTERS[letter]
-    except (KeyError, ValueError):
-        raise ValueError(f"{given!r} is not a number of parameters such as 7.5B, 350M or 1e9") from None
-    if not 1 <= count < float("inf"):
-        raise ValueError(f"the number of parameters must be at least 1 and finite, got {given!r}")
-    return round(count)
-
-
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightning-zero", description="ZeRO for unchanged LightningModules.")
+    parser = argparse.ArgumentParser(prog="lightning-zero", allow_abbrev=False, description="ZeRO for unchanged LightningModules.")
     parser.add_argument("--version", action="version", version=f"lightning_zero {importlib.metadata.version('lightning_zero')}")
     commands = parser.add_subparsers(dest="command", required=True)
     estimate = commands.add_parser(
-        "estimate",
+        "estimate", allow_abbrev=False,
         help="bytes of model states on each rank, by stage",
         description="Bytes of model states on each rank, by stage; 0 is plain data parallelism.",
     )
@@ -81,7 +71,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_shard_group_size(estimate)
     estimate.add_argument("--largest-unit", type=parse_count, metavar="N", help="parameters in the largest unit")
     plan = commands.add_parser(
-        "plan",
+        "plan", allow_abbrev=False,
         help="the cheapest configuration that fits",
         description="The cheapest configuration that fits: first by the bytes that ranks send to each other, then by those"
         " between device and host. Says why cheaper ones do not fit and prints the YAML to paste. The exit code is 1 if"
@@ -103,7 +93,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="cpu: ranks share their node's memory (default: what this machine has, or gpu with --device-memory)",
     )  # fmt: skip
     examine = commands.add_parser(
-        "doctor",
+        "doctor", allow_abbrev=False,
         help="whether this machine is ready",
         description="Versions, backends, kernels, threads, memory, and what is known to go wrong together. The exit code is"
         " 1 if anything keeps training from working.",
@@ -111,7 +101,7 @@ def _make_parser() -> argparse.ArgumentParser:
     examine.add_argument("--ranks", type=int, default=1, help="how many are to run on this machine (default: 1)")
     examine.add_argument("--path", metavar="FOLDER", help="measure how fast this folder's disk writes and reads")
     merge = commands.add_parser(
-        "consolidate",
+        "consolidate", allow_abbrev=False,
         help="make one file of a folder of shards",
         description="Make one Lightning checkpoint of the folder that state_dict_type='sharded' (or Lightning's FSDP) has"
         " written, in one process and little memory. A .safetensors file gets the weights only.",
@@ -155,6 +145,8 @@ def _add_shard_group_size(parser: argparse.ArgumentParser) -> None:
 def _model(arguments: argparse.Namespace) -> "nn.Module | int":
     if not arguments.model.endswith(".json") and ":" not in arguments.model and not os.path.isdir(arguments.model):
         return parse_count(arguments.model)
+    if arguments.model.endswith(".json") and not os.path.exists(arguments.model):
+        raise FileNotFoundError(f"there is no file {arguments.model!r}")
     import lightning_zero.names  # noqa: F401 (for modules that name the strategy by a string)
     from lightning_zero.meta import build_from_config, build_on_meta
 

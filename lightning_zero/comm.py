@@ -31,6 +31,8 @@ _WAY_OUT = (
     " Sharded tensors are gathered from all ranks, so all ranks must read them, save and step together: move the call out"
     " of code that only some ranks run (such as `if trainer.is_global_zero`)."
 )
+ENDING = "ending after an exception"
+"""The place of ranks that have no code left to move."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _ASK_SECONDS = 1.0  # for ranks that did not meet to say where they are
 _ANSWER_SECONDS = 5.0  # for the store to pass it on
@@ -417,7 +419,8 @@ class Comm:
         away = [r for r in self.topology.members if r not in here]
         missing = f"; rank(s) {away} did not come within {timeout or _ASK_SECONDS:g} s" if away else ""
         return RuntimeError(
-            f"The ranks have gone different ways: {where}{missing}. This is rank {self.rank}.{_WAY_OUT}"
+            f"The ranks have gone different ways: {where}{missing}. This is rank {self.rank}."
+            + ("" if place.startswith(ENDING) else _WAY_OUT)
         )
 
     def _ask(self, place: str, seconds: float, here: dict[int, str]) -> None:

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def estimate_memory(
-    model_or_num_parameters: nn.Module | int | float,
+    model_or_num_parameters: nn.Module | int | float | str,
     world_size: int,
     stage: int,
     offload: bool | OffloadConfig = False,
@@ -75,7 +75,8 @@ def estimate_memory(
       buffers            100.66 MB  at their peak
 
     Args:
-        model_or_num_parameters: A module, which may be on the meta device, or how many parameters, all of them trained.
+        model_or_num_parameters: A module, which may be on the meta device, or how many parameters, all of them trained; a text such as
+            "7.5B" will do.
             A module is cut into the units that training would make, so padding and frozen parameters are accounted for.
         world_size: Ranks.
         stage: 1, 2 or 3 as for ZeroStrategy; 0 is plain data parallelism.

@@ -171,8 +171,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", checked_precision(self.precision))
-        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
-            raise ValueError(f"world_size must be an integer of at least 1, got {self.world_size!r}")
+        check_world_size(self.world_size)
         if self.stage != 0 and self.stage not in RESIDENCE:
             raise ValueError(f"stage must be 0 (plain data parallelism), 1, 2 or 3, got {self.stage!r}")
         if self.optimizer_multiplier < 0:
@@ -209,9 +208,9 @@ class Setting:
             return sizes
         return ItemSizes(sizes.parameters, sizes.gradients, max(4, sizes.optimizer), sizes.optimizer)
 
-    def of_count(self, count: float) -> MemoryEstimate:
-        """For a number of parameters, all of them trained."""
-        return self.estimate(self._parts_of_count(count))
+    def of_count(self, count: float | str) -> MemoryEstimate:
+        """For a number of parameters, all of them trained; or a text that :func:`parse_count` reads."""
+        return self.estimate(self._parts_of_count(parse_count(count) if isinstance(count, str) else count))
 
     def _parts_of_count(self, count: float) -> list[FlatPart]:
         """Units as large as they get, without padding."""
@@ -343,6 +342,26 @@ def short_bytes(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+_LETTERS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+def parse_count(text: str) -> int:
+    """Read a number of parameters such as ``7.5B``, ``350M`` or ``1e9``.
+
+    >>> parse_count("7.5B"), parse_count("350 m"), parse_count("1_000"), parse_count("7,500,000")
+    (7500000000, 350000000, 1000, 7500000)
+    """
+    given, text = text, text.replace(",", "").replace(" ", "")
+    letter = text[-1:].upper() if text[-1:].isalpha() else ""
+    try:
+        count = float(text[: len(text) - len(letter)]) * _LETTERS[letter]
+    except (KeyError, ValueError):
+        raise ValueError(f"{given!r} is not a number of parameters such as 7.5B, 350M or 1e9") from None
+    if not 1 <= count < float("inf"):
+        raise ValueError(f"the number of parameters must be at least 1 and finite, got {given!r}")
+    return round(count)
+
+
 def short_count(count: float) -> str:
     """A number of parameters with one of the letters that :func:`parse_count` reads."""
     for letter in ("", "K", "M", "B"):
@@ -350,6 +369,12 @@ def short_count(count: float) -> str:
             return f"{count:.4g}{letter}"
         count /= 1000
     return f"{count:.4g}T"
+
+
+def check_world_size(world_size: int) -> None:
+    """Raise ValueError unless it is a number of ranks."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}")
 
 
 def checked_precision(precision: str | int) -> str:

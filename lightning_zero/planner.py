@@ -24,7 +24,15 @@ from torch import nn
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
 from lightning_zero.estimate import estimate_memory
-from lightning_zero.formulas import MemoryEstimate, checked_precision, ranks_text, short_bytes, short_count
+from lightning_zero.formulas import (
+    MemoryEstimate,
+    check_world_size,
+    checked_precision,
+    parse_count,
+    ranks_text,
+    short_bytes,
+    short_count,
+)
 from lightning_zero.settings import DEFAULT_UNIT_SIZE_MB, OffloadConfig
 from lightning_zero.tables import ByteUnit, new_table, render
 
@@ -212,7 +220,7 @@ class Plan:
 
 
 def make_plan(
-    model_or_num_parameters: nn.Module | int | float,
+    model_or_num_parameters: nn.Module | int | float | str,
     world_size: int,
     num_nodes: int = 1,
     device_memory: float | str | None = None,
@@ -255,6 +263,8 @@ def make_plan(
     Raises:
         ValueError: a size is not one, or ranks do not divide evenly over nodes or shard groups.
     """
+    if isinstance(model_or_num_parameters, str):
+        model_or_num_parameters = parse_count(model_or_num_parameters)
     machine = _machine(world_size, num_nodes, device_memory, host_memory, nvme_space, accelerator)
     machine = replace(machine, shard_group_size=shard_group_size)
     kept = None if activations is None else parse_bytes(activations)
@@ -389,6 +399,7 @@ def _machine(
 ) -> Machine:  # fmt: skip
     if accelerator not in ("auto", "cpu", "gpu"):
         raise ValueError(f"accelerator must be 'auto', 'cpu' or 'gpu', got {accelerator!r}")
+    check_world_size(world_size)
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1 or world_size % num_nodes:
         raise ValueError(f"num_nodes must divide the {world_size} ranks evenly, got {num_nodes!r}")
     found = device_bytes() if device is None else parse_bytes(device)

@@ -1,8 +1,10 @@
 """What users choose about memory, as frozen dataclasses, and its validation. Without torch, which takes seconds to import
 and which arithmetic does not need."""
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
+from types import NoneType
 from typing import Any, Literal
 
 # Measured on the GPT of benchmarks/models.py; smaller models get proportionally smaller units.
@@ -51,9 +53,11 @@ class OffloadConfig:
                 " would have to stay in the memory that files are to save. Leave early_update out."
             )
         if self.num_threads is not None and (type(self.num_threads) is not int or self.num_threads < 1):
-            raise ValueError(f"OffloadConfig.num_threads must be at least 1, got {self.num_threads!r}")
+            raise ValueError(f"OffloadConfig.num_threads must be an integer of at least 1, got {self.num_threads!r}")
+        if not isinstance(self.nvme_path, (str, os.PathLike, NoneType)):
+            raise TypeError(f"OffloadConfig.nvme_path must be the path of a folder, got {self.nvme_path!r}")
         for name in ("early_update", "pin_memory"):
-            if getattr(self, name) not in (True, False, None):
+            if not isinstance(getattr(self, name), (bool, NoneType)):
                 raise TypeError(f"OffloadConfig.{name} must be True or False, got {getattr(self, name)!r}")
 
     @property

@@ -1,6 +1,7 @@
 """The memory monitor's picture: one step as stacked areas over its units, and what every stage would need."""
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ _LONGEST_NAME = 28
 
 def check_plot(argument: str, path: str) -> None:
     """Raise unless a picture can be drawn and written to ``path``, the value of ``argument``."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{argument} must name a .png file, got {path!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
             f"{argument} needs matplotlib to draw {path!r}: pip install 'lightning_zero[plot]', or leave it out."

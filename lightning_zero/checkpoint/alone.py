@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 
+from lightning_zero.checkpoint.file import FileCheckpointIO
 from lightning_zero.checkpoint.folder import FolderCheckpoint, is_folder
 from lightning_zero.checkpoint.parts import parts_of
+from lightning_zero.checkpoint.reading import check_outline, reading
 from lightning_zero.checkpoint.training import from_folder
 
 Module = TypeVar("Module", bound=pl.LightningModule)
@@ -25,7 +27,14 @@ def load_from_checkpoint(module_class: type[Module], path: str | os.PathLike, **
             f"{os.fspath(path)!r} holds the parts of {parts_of(path)} model-parallel ranks: name one of them, such as"
             f" {os.path.join(path, 'mp_rank_00.ckpt')!r}"
         )
+    if not (isinstance(module_class, type) and issubclass(module_class, pl.LightningModule)):
+        raise TypeError(f"load_from_checkpoint makes a LightningModule of a class, got {module_class!r}")
     if not is_folder(path):
+        with reading(path):  # what is wrong with it is said with its name; it is mapped, not copied
+            checkpoint = FileCheckpointIO().load_checkpoint(path, weights_only=kwargs.get("weights_only"))
+            check_outline(checkpoint)
+            if "state_dict" not in checkpoint:
+                raise ValueError("it has no 'state_dict'")
         return module_class.load_from_checkpoint(os.fspath(path), **kwargs)
     folder = FolderCheckpoint(path, kwargs.get("weights_only"), alone=True)
     meta = folder.meta()

@@ -78,7 +78,7 @@ class FolderCheckpoint:
         self._weights_only = weights_only is not False
         with reading(self.path), self._open(METADATA_FILE) as stream:
             self._metadata = read_metadata(stream, trusted=not self._weights_only)
-            if alone:  # who makes room for all of it before it is read
+            if alone or not (dist.is_available() and dist.is_initialized()):  # of several, each may see its own files only
                 self._check_sizes()
         stored, named = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
         # In the order of the state that was saved, as far as it is known.
@@ -141,6 +141,8 @@ class FolderCheckpoint:
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         fs, place = url_to_fs(os.fspath(self.path))
         for name, end in ends.items():
+            if not fs.exists(os.path.join(place, name)):
+                raise FileNotFoundError(f"The checkpoint {os.fspath(self.path)!r} is not whole: its file {name!r} is missing.")
             if (size := fs.size(os.path.join(place, name))) < end:
                 raise ValueError(f"{name!r} has {size} bytes, of {end} that are read according to .metadata")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.comm import Comm, fingerprint
+from lightning_zero.comm import ENDING, Comm, fingerprint
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition import hooks
 from lightning_zero.partition.buffer import ShardedBuffer, State
@@ -583,7 +583,7 @@ class ZeroEngine:
         self.abandon()
         try:
             if timeout is not None:
-                self._comm.exchange("ending after an exception", [len(self.units)], timeout=timeout)
+                self._comm.exchange(ENDING, [len(self.units)], timeout=timeout)
             self.drain()
             self._settle_together("ending")
             self._sync.close()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from lightning_zero import load_from_checkpoint
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.reading import is_inside
 from lightning_zero.pretrained import load_pretrained
@@ -330,6 +331,27 @@ def test_resuming(saved: Path, tmp_path: Path) -> None:
             assert path in message, f"{name}: {message}"
             assert re.search(f"(?s){TABLES[form][name][1]}", message), f"{name}: {message}"
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_making_a_module(saved: Path, tmp_path: Path) -> None:
+    """What is wrong only with what a module does not need is none of its business."""
+    make_all(saved, tmp_path)
+    made = 0
+    for form in FORMS:
+        for name in TABLES[form]:
+            path = tmp_path / f"{form} {name}"
+            message = error_of(lambda: load_from_checkpoint(Net, path))  # noqa: B023
+            made += message == "no error"
+            known = message == "no error" or message.startswith("RuntimeError: Error(s) in loading state_dict for Net")
+            assert known or str(path) in message, f"{name}: {message}"
+    assert made < sum(map(len, TABLES.values())) / 3
+    assert not os.path.exists(TRAP), "code was run"
+    (tmp_path / "empty").mkdir()
+    assert "has no .metadata" in error_of(lambda: load_from_checkpoint(Net, tmp_path / "empty"))
+    shutil.copytree(saved / "sharded", tmp_path / "part")
+    (tmp_path / "part" / "__1_0.distcp").unlink()
+    message = error_of(lambda: load_from_checkpoint(Net, tmp_path / "part"))
+    assert message == f"FileNotFoundError: The checkpoint '{tmp_path / 'part'}' is not whole: its file '__1_0.distcp' is missing."
 
 
 def test_consolidating(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import CPUAdam, MemoryMonitor, OffloadConfig, ZeroStrategy, estimate_memory
+from lightning_zero import CPUAdam, MemoryMonitor, OffloadConfig, ZeroStrategy, estimate_memory, load_from_checkpoint
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.migration import ADVICE
 from lightning_zero.ops import FusedCrossEntropyLoss
@@ -40,8 +40,14 @@ CALLS: dict[str, tuple[Callable[[], Any], type[BaseException], str]] = {
     "parameters on a disk": (lambda: OffloadConfig(parameters="disk"), ValueError, "parameters must be None, 'cpu' or 'nvme'"),  # type: ignore[arg-type]
     "files without a folder": (lambda: OffloadConfig(optimizer="nvme"), ValueError, "needs nvme_path, a folder on a local"),
     "a folder without files": (lambda: OffloadConfig(nvme_path="x"), ValueError, "nothing to put there: set optimizer='nvme'"),
-    "no threads": (lambda: OffloadConfig(num_threads=0), ValueError, "num_threads must be at least 1, got 0"),
-    "threads as text": (lambda: OffloadConfig(num_threads="4"), ValueError, "num_threads must be at least 1, got '4'"),  # type: ignore[arg-type]
+    "no threads": (lambda: OffloadConfig(num_threads=0), ValueError, "num_threads must be an integer of at least 1, got 0"),
+    "threads as text": (lambda: OffloadConfig(num_threads="4"), ValueError, "num_threads must be an integer of at least 1, got '4'"),  # type: ignore[arg-type]
+    "early as a number": (lambda: OffloadConfig(early_update=1), TypeError, "early_update must be True or False, got 1"),  # type: ignore[arg-type]
+    "a number for a folder": (lambda: OffloadConfig(optimizer="nvme", nvme_path=3), TypeError, "nvme_path must be the path of a folder, got 3"),  # type: ignore[arg-type]
+    "a number for a picture": (lambda: MemoryMonitor(plot=3), TypeError, "must name a .png file, got 3"),  # type: ignore[arg-type]
+    "a plan for no ranks": (lambda: ZeroStrategy.plan(nn.Linear(9, 9), 0), ValueError, "world_size must be an integer of at least 1, got 0"),
+    "a plan for a text": (lambda: ZeroStrategy.plan("many", 2), ValueError, "'many' is not a number of parameters such as 7.5B"),
+    "a module that is none": (lambda: load_from_checkpoint(nn.Linear, "x.ckpt"), TypeError, "makes a LightningModule of a class, got <class"),  # type: ignore[type-var]
     "early as text": (lambda: OffloadConfig(early_update="no"), TypeError, "early_update must be True or False, got 'no'"),  # type: ignore[arg-type]
     "pinned as text": (lambda: OffloadConfig(pin_memory="no"), TypeError, "pin_memory must be True or False, got 'no'"),  # type: ignore[arg-type]
     "early in files": (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import cli, disk, doctor, meta, ops
+from lightning_zero import cli, disk, doctor, formulas, meta, ops
 from lightning_zero.ops._native import ISA_VARIABLE
 from tests.fresh import environment
 
@@ -47,7 +47,7 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def test_docstrings_say_what_happens() -> None:
-    assert doctest.testmod(cli) == (0, 1)
+    assert doctest.testmod(formulas) == (0, 1)
 
 
 def test_estimate_prints_the_table_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,7 @@ def test_a_config_of_hugging_face_is_a_model(tmp_path: Path, as_folder: bool, ca
         ([f"{__name__}:not_a_module"], "must give a torch.nn.Module, got int"),
         (["torch.nn:Linear", "--init-args", "{"], "--init-args must be a JSON object, got '{'"),
         (["torch.nn:Linear", "--init-args", "[1]"], r"--init-args must be a JSON object, got '\[1\]'"),
-        (["no_such_folder/config.json"], "no model could be built from 'no_such_folder/config.json'"),
+        (["no_such_folder/config.json"], "there is no file 'no_such_folder/config.json'"),
         (["1B", "--ranks", "0"], "world_size must be an integer of at least 1, got 0"),
         (["1B", "--precision", "8-bit"], "precision must be one of 32-true, .*, got '8-bit'"),
         (["1,5B", "--backend", "mpi"], "invalid choice: 'mpi'"),
