@@ -147,8 +147,8 @@ def test_saving_and_loading_take_no_more_than_the_shards_and_a_unit(tmp_path: Pa
             assert growth["read"] + growth["weights"] < UNIT + SLACK, (rank, form, growth)
             assert growth["optimizer"] < MODEL / 2 + UNIT + SLACK, (rank, form, growth)
         # Rank 0 holds what it writes to a file, once; after fit the module is whole on every rank anyway.
-        # A rank packs its half of a unit's momentum to send it.
-        assert found["full"]["save"] < (MODEL if rank == 0 else 0) + 1.5 * UNIT + SLACK, (rank, found)
+        # A rank packs its half of a unit's momentum to send it, maybe before the other has taken the one before.
+        assert found["full"]["save"] < (MODEL if rank == 0 else 0) + 2 * UNIT + SLACK, (rank, found)
         assert found["sharded"]["save"] < SLACK, (rank, found)
     peaks = Peaks()
     with peaks.during("consolidate"):
