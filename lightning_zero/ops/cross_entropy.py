@@ -1,5 +1,6 @@
 """Softmax and negative log-likelihood in one pass, which leaves the gradient where it read the logits."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +49,9 @@ def fused_cross_entropy(
     The forward forms the gradient in the dtype of the logits, the backward scales it: between the two, one tensor of the
     size of the logits is alive, with ``inplace`` the logits' own. Sums run in fp32 or better. Where no gradient is wanted
     none is formed. 16-bit logits are not widened under autocast. On the CPU the result does not depend on the number of
-    threads, and where the kernels run not on the instruction set. fp64, other devices, and an installation without
-    kernels use torch's operations, a few rows at a time. ``torch.compile`` runs this
-    function outside its graph.
+    threads, and where the kernels run not on the instruction set. GPUs use Triton where it is installed. fp64, other
+    devices, and an installation without kernels use torch's operations, a few rows at a time. ``torch.compile`` runs
+    this function outside its graph.
 
     Raises:
         IndexError: a target is neither a class nor ``ignore_index`` (on the CPU; a GPU asserts, as for torch's loss).
@@ -137,7 +138,7 @@ class Problem:
         """
         target = self.target[start : start + len(logits)]
         if not _kernels_can(logits):
-            return _fallback.cross_entropy_rows(
+            return _elsewhere(logits).cross_entropy_rows(
                 logits, target, self.weight, grad, self.ignore_index, self.label_smoothing, scale
             )
         losses = torch.empty(len(logits), dtype=torch.float64)
@@ -167,7 +168,7 @@ class Problem:
     def scale_rows_(self, grad: Tensor, factor: Tensor) -> None:
         """Multiply rows of a contiguous gradient by one factor, or by one each."""
         if not _kernels_can(grad):
-            _fallback.scale_rows_(grad, factor)
+            _elsewhere(grad).scale_rows_(grad, factor)
             return
         if factor.numel() == 1 and factor.item() == 1:
             return
@@ -322,6 +323,21 @@ def _checked_weight(weight: Tensor, classes: int, device: torch.device, dtype: t
     if weight.requires_grad:
         raise ValueError("class weights are constants here, as in torch, but require a gradient; pass weight.detach()")
     return weight.detach().to(dtype).contiguous()
+
+
+def _elsewhere(rows: Tensor) -> Any:
+    """What does rows that the kernels cannot: Triton on GPUs, where it is installed, or torch's own operations."""
+    triton = _triton() if rows.device.type in ("cuda", "xpu") else None
+    return _fallback if triton is None or type(rows) not in _PLAIN or rows.dtype not in DTYPE_CODES else triton
+
+
+@functools.cache
+def _triton() -> Any:
+    try:
+        from lightning_zero.ops import _triton
+    except ImportError:
+        return None
+    return _triton
 
 
 def _kernels_can(rows: Tensor) -> bool:
