@@ -40,10 +40,10 @@ def cross_entropy_rows(
             losses if weight is None else weight.sum(),
             losses if grad_scale is None else grad_scale.to(torch.float32),
             losses,
-            classes,
             ignore_index,
             float(1 - label_smoothing),
             float(label_smoothing / classes),
+            CLASSES=classes,
             BLOCK=block,
             WEIGHTED=weight is not None,
             SMOOTHED=label_smoothing > 0,
@@ -61,7 +61,7 @@ def scale_rows_(rows: Tensor, factor: Tensor) -> None:
     block = min(_LARGEST_BLOCK, triton.next_power_of_2(rows.shape[1]))
     factor = factor.detach().float().flatten().expand(len(rows))
     with _on(rows.device):
-        _scale[(len(rows),)](rows, factor, factor.stride(0), rows.shape[1], BLOCK=block)
+        _scale[(len(rows),)](rows, factor, factor.stride(0), CLASSES=rows.shape[1], BLOCK=block)
     increment_version(rows)
 
 
@@ -72,13 +72,13 @@ def _on(device: torch.device) -> AbstractContextManager:
 
 @triton.jit
 def _cross_entropy(
-    logits, grad, target, weight, weight_sum, scale, losses, classes, ignore_index, on_target, on_each,
+    logits, grad, target, weight, weight_sum, scale, losses, ignore_index, on_target, on_each, CLASSES: tl.constexpr,
     BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, SCALED: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    logits += row * classes
-    grad += row * classes
+    logits += row * CLASSES
+    grad += row * CLASSES
     at = tl.load(target + row)
     counted = at != ignore_index
     at = tl.where(counted, at, 0)
@@ -87,8 +87,8 @@ def _cross_entropy(
     # The largest logit and the sum of exponentials below it, in one pass that corrects the sum when a larger one comes.
     largest = float("-inf")
     total = 0.0
-    for start in range(0, classes, BLOCK):
-        x = tl.load(logits + start + columns, mask=start + columns < classes, other=float("-inf")).to(tl.float32)
+    for start in range(0, CLASSES, BLOCK):
+        x = tl.load(logits + start + columns, mask=start + columns < CLASSES, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, 0))
         # Nothing but -inf so far: any number will do to count from.
         base = tl.where(larger == float("-inf"), 0.0, larger)
@@ -104,7 +104,7 @@ def _cross_entropy(
         if WEIGHTED:
             mass += on_each * tl.load(weight_sum).to(tl.float32)
         else:
-            mass += on_each * classes
+            mass += on_each * CLASSES
     factor = 1.0
     if SCALED:
         factor = tl.load(scale)
@@ -113,9 +113,9 @@ def _cross_entropy(
 
     if WITH_GRADIENT or SMOOTHED:
         spread = 0.0
-        for start in range(0, classes, BLOCK):
+        for start in range(0, CLASSES, BLOCK):
             column = start + columns
-            inside = column < classes
+            inside = column < CLASSES
             x = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
             log_p = x - largest - log_total
             each = tl.full((BLOCK,), on_each, tl.float32)
@@ -134,13 +134,13 @@ def _cross_entropy(
 
 
 @triton.jit
-def _scale(rows, factor, stride, classes, BLOCK: tl.constexpr):
+def _scale(rows, factor, stride, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     by = tl.load(factor + row * stride)
     if by != 1.0:
         columns = tl.arange(0, BLOCK)
-        for start in range(0, classes, BLOCK):
-            place = rows + row * classes + start + columns
-            inside = start + columns < classes
+        for start in range(0, CLASSES, BLOCK):
+            place = rows + row * CLASSES + start + columns
+            inside = start + columns < CLASSES
             x = tl.load(place, mask=inside, other=0.0)
             tl.store(place, (x.to(tl.float32) * by).to(rows.dtype.element_ty), mask=inside)

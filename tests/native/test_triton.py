@@ -93,14 +93,20 @@ def compiled() -> list[int]:
     numbers = {
         "losses": "*fp32",
         "target": "*i64",
-        "classes": "i32",
         "ignore_index": "i32",
         "on_target": "fp32",
         "on_each": "fp32",
     }
-    switches = {"BLOCK": 4096, "WEIGHTED": True, "SMOOTHED": True, "SCALED": True, "WITH_GRADIENT": True}
+    switches = {
+        "CLASSES": 50_257,
+        "BLOCK": 4096,
+        "WEIGHTED": True,
+        "SMOOTHED": True,
+        "SCALED": True,
+        "WITH_GRADIENT": True,
+    }
     loss = (_triton._cross_entropy, pointers | numbers, switches)
-    scale = (_triton._scale, {"rows": "*bf16", "factor": "*fp32", "stride": "i32", "classes": "i32"}, {"BLOCK": 4096})
+    scale = (_triton._scale, {"rows": "*bf16", "factor": "*fp32", "stride": "i32"}, {"CLASSES": 50_257, "BLOCK": 4096})
     sizes = []
     for kernel, types, constants in (loss, scale):
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
