@@ -1,8 +1,9 @@
 """ZeroPrecision: compute dtypes, loss scaling and clipping where gradients are sharded."""
 
 import copy
-from collections.abc import Mapping
-from contextlib import nullcontext
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ _REFUSED = {
     "FSDPPrecision": "it belongs to FSDPStrategy",
     "XLAPrecision": "it belongs to XLAStrategy",
 }
+
+# How torch says that an operation has got both, which autocast would have prevented.
+_NARROW_AND_WIDE = re.compile("type.*(BFloat16|Half)")
 
 _DENSE = ("weight", "bias")
 AUTOCAST_MODULES: Mapping[type[nn.Module], tuple[str, ...]] = {
@@ -125,6 +129,21 @@ class ZeroPrecision(Precision):
                 for name, buffer in submodule._buffers.items():
                     if buffer is not None and buffer.is_floating_point():
                         submodule._buffers[name] = buffer.to(self._desired_input_dtype)
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        with super().forward_context():
+            try:
+                yield
+            except RuntimeError as error:
+                if not isinstance(self, MixedPrecision) or not _NARROW_AND_WIDE.search(str(error)):
+                    raise
+                raise RuntimeError(
+                    f"{error}. In {self.precision} weights of linear, convolution and attention layers have 16 bit inside a"
+                    " step, also where autocast is switched off. Leave it on there, or keep the weights of such layers in"
+                    f" fp32: `Trainer(plugins=[ZeroPrecision({self.precision!r}, autocast_modules={{nn.Linear: ()}})])`."
+                ) from error
 
     # -- loss scaling ------------------------------------------------------------------------------------------------
 

@@ -159,7 +159,8 @@ class SavesShards(DDPStrategy):
 
     @property
     def _loaded_path(self) -> str:
-        return str(self._trainer.ckpt_path)
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return "" if trainer is None else str(trainer.ckpt_path)
 
     @property
     def _trainer(self) -> "pl.Trainer":

@@ -273,7 +273,7 @@ class ZeroEngine:
 
     def _open_backward(self) -> None:
         for binding in self._bindings:
-            binding.cancel()  # an update that raised, and somebody caught it
+            binding.begin_backward()
         self._look_for_unfrozen()
         self._sync.begin_backward()
         self._backward_open = True

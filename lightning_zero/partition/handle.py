@@ -158,9 +158,10 @@ def materialize(handle: Tensor) -> None:
 
 
 def outside_transforms() -> AbstractContextManager[None]:
-    """Suspends the ``torch.func`` transforms and dispatch modes (selective recompute, FLOP counters) under way: what is
-    gathered inside one must not become part of it."""
-    if torch._C._functorch.peek_interpreter_stack() is None and not torch._C._len_torch_dispatch_stack():
+    """Suspends the ``torch.func`` transforms, dispatch modes (selective recompute, FLOP counters) and ``torch.jit.trace``
+    under way: what is gathered inside one must not become part of it."""
+    quiet = torch._C._functorch.peek_interpreter_stack() is None and not torch._C._is_tracing()
+    if quiet and not torch._C._len_torch_dispatch_stack():
         return _NOTHING  # nearly always; every hook on a module comes here
     return _suspended()
 
@@ -175,6 +176,10 @@ def _suspended() -> Iterator[None]:
             stack.enter_context(temporarily_clear_interpreter_stack())
         if torch._C._len_torch_dispatch_stack():
             stack.enter_context(_disable_current_modes())
+        if torch._C._is_tracing():
+            set_state = torch._C._set_tracing_state  # type: ignore[attr-defined]
+            stack.callback(set_state, torch._C._get_tracing_state())
+            set_state(None)
         yield
 
 

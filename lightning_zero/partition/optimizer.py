@@ -165,9 +165,12 @@ class OptimizerBinding:
                 previous.release()
                 previous.close()
         self._shard_initial_state()
+        self._last = optimizer.register_step_pre_hook(self._pre_step)
+        first = optimizer.register_step_post_hook(self._post_step)
+        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
         self._handles = [
-            optimizer.register_step_pre_hook(self._pre_step),
-            optimizer.register_step_post_hook(self._post_step),
+            self._last,
+            first,
             optimizer.register_state_dict_post_hook(self._whole_state),
             optimizer.register_load_state_dict_pre_hook(self._pre_load),
             optimizer.register_load_state_dict_post_hook(self._post_load),
@@ -188,6 +191,11 @@ class OptimizerBinding:
             else:
                 self.optimizer.state.pop(parameter, None)
         self._released = True
+
+    def begin_backward(self) -> None:
+        self.cancel()  # an update that raised, and somebody caught it
+        # The user's step hooks, whenever they were registered, are not to see shards: nothing runs between ours but the step.
+        self.optimizer._optimizer_step_pre_hooks.move_to_end(self._last.id)  # type: ignore[attr-defined]
 
     def cancel(self) -> None:
         """Leave an update that raised half-way, or never came."""

@@ -256,6 +256,53 @@ class Plateau(Case):
         self.note("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
 
 
+@case
+class StepHooks(Case):
+    """Hooks of the optimizer, from before the run and from in the middle of it, see the module's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.register(optimizer, "early", 0.05)
+        return optimizer
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.register(self.trainer.optimizers[0], "late", 0.02)
+
+    def register(self, optimizer: torch.optim.Optimizer, name: str, most: float) -> None:
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad.clamp_(-most, most)
+
+        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            parameters = optimizer.param_groups[0]["params"]
+            self.note(name, [(list(p.shape), p.sum().item()) for p in parameters])
+            with torch.no_grad():
+                parameters[0].mul_(0.99)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+
+@case
+class TracedInside(Case):
+    """torch.jit.trace in a validation step: nothing that is gathered meanwhile becomes part of the trace."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        traced = torch.jit.trace(self.net, batch, check_trace=False)
+        self.log("traced", traced(batch).sum() + F.mse_loss(traced(batch * 2), self.net(batch * 2)), sync_dist=True)
+
+
 @pytest.mark.parametrize("module", CASES, ids=lambda module: module.__name__)
 def test_same_as_ddp(module: type[Case]) -> None:
     results = run(2, all_stages, module, {"data": (16, WIDTH), **module.settings})

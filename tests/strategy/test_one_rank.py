@@ -217,10 +217,20 @@ def test_resume_without_optimizer_states(tmp_path: Path) -> None:
     trainer = fitted(tmp_path, ZeroStrategy(stage=3))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
-    torch.save({**saved, "optimizer_states": [], "lr_schedulers": []}, tmp_path / "last.ckpt")
-    module = Net()
-    make_alone(tmp_path, ZeroStrategy(stage=3), max_epochs=2).fit(module, DataLoader(DATA), ckpt_path=tmp_path / "last.ckpt")
-    assert_same_weights(module, trainer.lightning_module)
+    for empty in ([], {}):
+        torch.save({**saved, "optimizer_states": empty, "lr_schedulers": empty}, tmp_path / "last.ckpt")
+        module = Net()
+        resumed = make_alone(tmp_path, ZeroStrategy(stage=3), max_epochs=2)
+        resumed.fit(module, DataLoader(DATA), ckpt_path=tmp_path / "last.ckpt")
+        assert_same_weights(module, trainer.lightning_module)
+
+
+def test_weights_are_loaded_into_a_module_without_a_trainer(tmp_path: Path) -> None:
+    trained = fitted(tmp_path, ZeroStrategy(stage=3)).lightning_module
+    trainer, module = make_alone(tmp_path, ZeroStrategy(stage=3)), Net()
+    trainer.strategy.connect(module)
+    trainer.strategy.load_model_state_dict({"state_dict": trained.state_dict()})
+    assert_same_weights(module, trained)
 
 
 class ForgetsTheClosure(torch.optim.SGD):

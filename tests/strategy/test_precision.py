@@ -1,5 +1,6 @@
 """The dtype contract and its numbers: mixed is Lightning's AMP, half keeps fp32 masters, fp16 scales its loss."""
 
+import re
 import sysconfig
 from functools import partial
 from pathlib import Path
@@ -381,3 +382,36 @@ def test_resume_is_bit_equal(flag: str) -> None:
         for unbroken, again in run(2, resumed, stage, flag):
             assert unbroken.keys() == again.keys()
             assert all(torch.equal(unbroken[name], again[name]) for name in unbroken)
+
+
+class WithoutAutocast(pl.LightningModule):
+    """Its head is called where autocast is switched off, with fp32 inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.body(batch)
+        with torch.autocast("cpu", enabled=False):
+            return self.head(x.float()).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def without_autocast() -> tuple[str, dict[int, Outcome]]:
+    message = ""
+    try:
+        trained(WithoutAutocast, 3, precision="bf16-mixed", data=(8, 6))
+    except RuntimeError as error:
+        message = str(error)
+    keeps = ZeroPrecision("bf16-mixed", autocast_modules={nn.Linear: ()})
+    reference = trained(WithoutAutocast, 0, precision="bf16-mixed", data=(8, 6))
+    return message, {0: reference, 3: trained(WithoutAutocast, 3, plugins=[keeps], data=(8, 6))}
+
+
+def test_autocast_switched_off_for_a_layer() -> None:
+    [(message, results)] = run(1, without_autocast)
+    assert re.search(r"but got Float and BFloat16\. In bf16-mixed weights .* autocast_modules=\{nn\.Linear: \(\)\}", message)
+    assert_same([results])
