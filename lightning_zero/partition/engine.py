@@ -587,6 +587,8 @@ class ZeroEngine:
             self.drain()
             self._settle_together("ending")
             self._sync.close()
+            for binding in self._bindings:
+                binding.end()
             self._release()
         finally:
             for removable in self._handles:

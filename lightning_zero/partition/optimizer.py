@@ -186,11 +186,17 @@ class OptimizerBinding:
             return
         whole = self.whole_state()
         for index, parameter in enumerate(self._parameters()):
+            self.optimizer.state.pop(parameter, None)  # steps have changed the order
             if index in whole:
                 self.optimizer.state[parameter] = whole[index]
-            else:
-                self.optimizer.state.pop(parameter, None)
         self._released = True
+
+    def end(self) -> None:
+        """At the end of a run: a single rank has all of the state. Several make it whole when somebody wants it, since
+        that takes memory and all of them; and so does state that rests elsewhere."""
+        if self._host.world_size == 1 and self._updater is None:
+            self.release()
+            self.close()
 
     def begin_backward(self) -> None:
         self.cancel()  # an update that raised, and somebody caught it

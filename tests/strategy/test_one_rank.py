@@ -84,6 +84,9 @@ def test_same_as_without_a_strategy(tmp_path: Path, stage: int) -> None:
     assert trainer.callback_metrics["shape"] == 0
     assert trainer.strategy.launcher is None
     assert not dist.is_initialized()
+    [optimizer] = trainer.optimizers
+    assert optimizer.state[module.body[0].weight]["exp_avg"].shape == (6, 6)
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_a_process_group_is_made_where_a_backend_is_named(tmp_path: Path) -> None:
