@@ -282,6 +282,7 @@ class StepHooks(Case):
     def register(self, optimizer: torch.optim.Optimizer, name: str, most: float) -> None:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             for parameter in optimizer.param_groups[0]["params"]:
+                self.note(f"{name}, before", list(parameter.shape))
                 parameter.grad.clamp_(-most, most)
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
