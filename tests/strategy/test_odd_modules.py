@@ -268,7 +268,7 @@ class StepHooks(Case):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        optimizer.step()
+        optimizer.optimizer.step()  # without the closure that Lightning hands over
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
