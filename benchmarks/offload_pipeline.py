@@ -2,10 +2,12 @@
 
     python benchmarks/offload_pipeline.py --rounds 5 --json result.json
 
-The device is simulated: each layer's forward and backward sleep for as long as a device would compute, so the host's cores
-are free as they are beside a real one; its gradients are numbers that were made before, and each copy between the two
-takes as long as it would over a bus. Modes take turns in every round; reported are medians of a mode's time over that of
-the step at once in the same round, and how much of what the step at once takes beside the device's time was hidden.
+The device is simulated. It has a queue, as a real one: each layer's forward and backward are put there, and the host goes on
+at once; what is in the queue takes its time one after the other, in which the host's cores are free. Gradients are numbers
+that were made before; each copy between the two begins when what was queued before it is done, and takes as long as it would
+over a bus; what is queued after the gather of new weights waits for them. Modes take turns in every round; reported are
+medians of the time of a step (from one to the next) over that of the step at once with the same clipping in the same round.
+"floor" is what no host can be faster than: the device's time and, from its end on, the last unit's gradients over the bus.
 """
 
 import argparse
@@ -26,18 +28,44 @@ from lightning_zero.config import OffloadConfig
 from lightning_zero.transfer import HostPool, Link, Transfer
 
 
+class Device:
+    """Does what is put in its queue, one after the other."""
+
+    def __init__(self) -> None:
+        self._queue = ThreadPoolExecutor(1)
+        self._free = 0.0
+        """When what has been done so far was done: sleeps that are late do not add up."""
+
+    def compute(self, seconds: float) -> None:
+        self._queue.submit(self._compute, seconds)
+
+    def _compute(self, seconds: float) -> None:
+        self._free = max(self._free, time.perf_counter() - 1e-3) + seconds
+        time.sleep(max(0.0, self._free - time.perf_counter()))
+
+    def wait_for(self, copy: Future) -> None:
+        self._queue.submit(copy.result)
+
+    def mark(self) -> Future:
+        """Done when all is done that is in the queue so far."""
+        return self._queue.submit(lambda: None)
+
+
+DEVICE = Device()
+
+
 class _OnDevice(torch.autograd.Function):
-    """A layer in which the host is idle: for ``seconds`` in forward, twice that in backward."""
+    """A layer that takes the device ``seconds`` in forward, twice that in backward, and the host no time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, grad: Tensor, seconds: float) -> Tensor:
         ctx.grad, ctx.seconds = grad, seconds
-        time.sleep(seconds)
+        DEVICE.compute(seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
+        DEVICE.compute(2 * ctx.seconds)
         return grad, ctx.grad, None, None
 
 
@@ -50,12 +78,13 @@ class _Bus(HostPool):
         self._directions = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def download(self, source: Tensor, target: Tensor) -> Transfer:
-        return _Copy(self._directions[0].submit(self._copy, source, target))
+        return _Copy(self._directions[0].submit(self._copy, DEVICE.mark(), source, target))
 
     def upload(self, source: Tensor, target: Tensor) -> Transfer:
-        return _Copy(self._directions[1].submit(self._copy, source, target))
+        return _Copy(self._directions[1].submit(self._copy, DEVICE.mark(), source, target))
 
-    def _copy(self, source: Tensor, target: Tensor) -> None:
+    def _copy(self, queued_before: Future, source: Tensor, target: Tensor) -> None:
+        queued_before.result()
         end = time.perf_counter() + source.nbytes / self._bytes_per_second
         target.copy_(source)
         time.sleep(max(0.0, end - time.perf_counter()))
@@ -66,9 +95,10 @@ class _Copy:
         self._future = future
 
     def wait(self) -> None:
-        self._future.result()
+        DEVICE.wait_for(self._future)
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        self._future.result()
 
 
 class _OverBus(ZeroStrategy):
@@ -85,6 +115,9 @@ class Layer(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
 
+    def forward(self, x: Tensor, grad: Tensor, seconds: float) -> Tensor:
+        return _OnDevice.apply(x, self.weight, grad, seconds)
+
 
 class Layers(pl.LightningModule):
     def __init__(self, width: int, depth: int, seconds: float) -> None:
@@ -95,7 +128,7 @@ class Layers(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for layer in self.layers:
-            batch = _OnDevice.apply(batch, layer.weight, self.grad, self.seconds)
+            batch = layer(batch, self.grad, self.seconds)
         return batch.float().square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -103,29 +136,28 @@ class Layers(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """Median seconds of a step, without the first three."""
+    """Seconds from the end of a step to that of the next."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.start = time.perf_counter()
+        self.ends: list[float] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.times.append(time.perf_counter() - self.start)
+        self.ends.append(time.perf_counter())
 
     @property
     def median(self) -> float:
-        return statistics.median(self.times[3:])
+        """Of the second half of the steps: before, early updates are tried out."""
+        times = [end - start for start, end in zip(self.ends, self.ends[1:])]
+        return statistics.median(times[len(times) // 2 :])
 
 
-MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "at once": ({"offload": True}, {}),
-    "early": ({"offload": OffloadConfig(early_update=True)}, {}),
-    "early, clipping that seldom clips": ({"offload": OffloadConfig(early_update=True)}, {"gradient_clip_val": 1e9}),
-    "early, clipping that always clips": ({"offload": OffloadConfig(early_update=True)}, {"gradient_clip_val": 1e-9}),
-    "one step late": ({"offload": True, "delayed_update": 1}, {}),
+CLIPPING = {"": None, ", clipping that seldom clips": 1e9, ", clipping that always clips": 1e-9}
+WAYS: dict[str, dict[str, Any]] = {
+    "at once": {"offload": True},
+    "early": {"offload": OffloadConfig(early_update=True)},
+    "one step late": {"offload": True, "delayed_update": 1},
 }
+MODES = {way + clipping: (WAYS[way], {"gradient_clip_val": value}) for clipping, value in CLIPPING.items() for way in WAYS}
 
 
 def step_seconds(mode: str, width: int, depth: int, seconds: float, steps: int) -> float:
@@ -145,7 +177,7 @@ def step_seconds(mode: str, width: int, depth: int, seconds: float, steps: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12, help="steps of a mode in a round")
+    parser.add_argument("--steps", type=int, default=40, help="steps of a mode in a round")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--layer-ms", type=float, default=3.0, help="simulated forward of one layer on the device")
@@ -158,16 +190,20 @@ def main() -> None:
     for _ in range(args.rounds):
         for mode in MODES:
             times[mode].append(step_seconds(mode, args.width, args.depth, seconds, args.steps))
-    base = times["at once"]
     device = 3 * args.depth * args.layer_ms
-    host = 1e3 * statistics.median(base) - device
-    print(f"{args.depth} layers of {args.width} x {args.width}, {device:g} ms of forward and backward on the device")
+    floor = device + 2e3 * args.width**2 / _OverBus.bytes_per_second
+    print(
+        f"{args.depth} layers of {args.width} x {args.width}, {device:g} ms of forward and backward on the device,"
+        f" floor {floor:.1f} ms"
+    )
     rows = {}
     for mode, measured in times.items():
+        base = times["at once" + next(name for name in reversed(CLIPPING) if mode.endswith(name))]
         ratio = statistics.median(t / b for t, b in zip(measured, base, strict=True))
-        saved = statistics.median(1e3 * (b - t) for t, b in zip(measured, base, strict=True))
-        rows[mode] = {"ms": 1e3 * statistics.median(measured), "of_at_once": ratio, "hidden": saved / host}
-        print(f"{mode:36} {rows[mode]['ms']:8.1f} ms   {ratio:.2f} of the step at once, {saved / host:4.0%} of {host:.0f} ms hidden")
+        exposed = statistics.median(base) - floor / 1e3
+        hidden = statistics.median((b - t) / exposed for t, b in zip(measured, base, strict=True))
+        rows[mode] = {"ms": 1e3 * statistics.median(measured), "of_at_once": ratio, "hidden": hidden}
+        print(f"{mode:42} {rows[mode]['ms']:8.1f} ms   {ratio:.2f} of the step at once, {hidden:4.0%} of {1e3 * exposed:.0f} ms hidden")
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"arguments": vars(args), "modes": rows}, file, indent=1)

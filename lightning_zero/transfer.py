@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# Staging buffers on their way to the device before the host waits for the oldest: bounds pinned memory.
+# Staging buffers on their way to the device before the host waits for the oldest rather than take another one: bounds
+# pinned memory.
 MAX_LEAVING = 4
 
 Account = Callable[[str, int], None]
@@ -71,6 +72,8 @@ class HostPool:
 
     def take(self, numel: int, dtype: torch.dtype, kind: str | None = STAGING) -> Tensor:
         idle = self._idle[kind, numel, dtype]
+        while not idle and len(self._leaving) >= MAX_LEAVING:
+            self._await_oldest()
         if idle:
             tensor = idle.pop()
         else:
@@ -86,19 +89,18 @@ class HostPool:
             self._idle[kind, tensor.numel(), tensor.dtype].append(tensor)
             return
         self._leaving.append((tensor, after))
-        while len(self._leaving) > MAX_LEAVING:
-            oldest, transfer = self._leaving.pop(0)
-            transfer.synchronize()
-            self.give(oldest)
 
     def clear(self) -> None:
         while self._leaving:
-            tensor, transfer = self._leaving.pop(0)
-            transfer.synchronize()
-            self.give(tensor)
+            self._await_oldest()
         for (kind, _, _), idle in self._idle.items():
             self._count(kind, -sum(tensor.nbytes for tensor in idle))
         self._idle.clear()
+
+    def _await_oldest(self) -> None:
+        tensor, transfer = self._leaving.pop(0)
+        transfer.synchronize()
+        self.give(tensor)
 
     def _count(self, kind: str | None, nbytes: int) -> None:
         if kind is not None:

@@ -69,15 +69,15 @@ NB_MODULE(_kernels, m) {
     m.def(
         "adam_step",
         [](const std::string& isa, int64_t numel, uintptr_t param, uintptr_t exp_avg, uintptr_t exp_avg_sq,
-           uintptr_t max_exp_avg_sq, uintptr_t grad, int grad_dtype, uintptr_t copy, int copy_dtype, double grad_scale,
-           double decay, bool coupled, double one_minus_beta1, double beta2, double one_minus_beta2,
+           uintptr_t max_exp_avg_sq, uintptr_t grad, int grad_dtype, uintptr_t copy, int copy_dtype, uintptr_t undo,
+           double grad_scale, double decay, bool coupled, double one_minus_beta1, double beta2, double one_minus_beta2,
            double bias_correction2_sqrt, double eps, double negative_step_size, int num_threads) {
             const auto f = [](double x) { return static_cast<float>(x); };
             const AdamFactors factors = {f(grad_scale), f(decay), f(one_minus_beta1), f(beta2), f(one_minus_beta2),
                                          f(bias_correction2_sqrt), f(eps), f(negative_step_size), coupled};
             const AdamBuffers buffers = {pointer<float>(param), pointer<float>(exp_avg), pointer<float>(exp_avg_sq),
                                          pointer<float>(max_exp_avg_sq), pointer<const void>(grad), pointer<void>(copy),
-                                         static_cast<DType>(grad_dtype), static_cast<DType>(copy_dtype), false};
+                                         pointer<float>(undo), numel, static_cast<DType>(grad_dtype), static_cast<DType>(copy_dtype), false};
             adam_step(isa_named(isa), factors, buffers, numel, num_threads);
         },
         nb::call_guard<nb::gil_scoped_release>());

@@ -25,6 +25,7 @@ struct Avx2 {
     static void store(float* out, reg x) { _mm256_storeu_ps(out, x); }
     template <class T>
     static void store(T* out, reg x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out), to16(x, out)); }
+    static void stream(float* out, reg x) { _mm256_stream_ps(out, x); }
     template <class T>
     static void stream(T* out, reg x) { _mm_stream_si128(reinterpret_cast<__m128i*>(out), to16(x, out)); }
     static void stream_fence() { _mm_sfence(); }

@@ -25,6 +25,7 @@ struct Avx512 {
     static void store(float* out, reg x) { _mm512_storeu_ps(out, x); }
     template <class T>
     static void store(T* out, reg x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), to16(x, out)); }
+    static void stream(float* out, reg x) { _mm512_stream_ps(out, x); }
     template <class T>
     static void stream(T* out, reg x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(out), to16(x, out)); }
     static void stream_fence() { _mm_sfence(); }

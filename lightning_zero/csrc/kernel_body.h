@@ -131,12 +131,40 @@ void adam_copy(const AdamFactors& f, const AdamBuffers& b, int64_t begin, int64_
 }
 
 template <class V>
-void adam(const AdamFactors& f, const AdamBuffers& b, int64_t begin, int64_t end) {
+void adam_grad(const AdamFactors& f, const AdamBuffers& b, int64_t begin, int64_t end) {
     switch (b.grad_dtype) {
         case DType::kBFloat16: return adam_copy<V, bf16>(f, b, begin, end);
         case DType::kFloat16: return adam_copy<V, fp16>(f, b, begin, end);
         default: return adam_copy<V, float>(f, b, begin, end);
     }
+}
+
+// Copies around the cache: nobody reads undo data soon, if ever. Whole cache lines, as streaming stores need.
+template <class V>
+void copy_aside(const float* from, float* to, int64_t count) {
+    int64_t i = 0;
+    for (; i < count && reinterpret_cast<uintptr_t>(to + i) % 64 != 0; ++i) to[i] = from[i];
+    for (; i + kSumLanes <= count; i += kSumLanes) {
+        __builtin_prefetch(from + i + kStepPrefetch, 1);
+        for (int j = 0; j < kSumLanes; j += V::width) V::stream(to + i + j, V::load(from + i + j));
+    }
+    for (; i < count; ++i) to[i] = from[i];
+}
+
+// With undo, a block at a time: what copy_aside has read, the step finds in the cache.
+template <class V>
+void adam(const AdamFactors& f, const AdamBuffers& b, int64_t begin, int64_t end) {
+    if (b.undo == nullptr) return adam_grad<V>(f, b, begin, end);
+    constexpr int64_t kBlock = 4096;
+    const float* const old[] = {b.param, b.exp_avg, b.exp_avg_sq, b.max_exp_avg_sq};
+    for (int64_t start = begin; start < end; start += kBlock) {
+        const int64_t stop = end - start < kBlock ? end : start + kBlock;
+        for (int k = 0; k < 4 && old[k] != nullptr; ++k) {
+            copy_aside<V>(old[k] + start, b.undo + k * b.undo_stride + start, stop - start);
+        }
+        adam_grad<V>(f, b, start, stop);
+    }
+    V::stream_fence();
 }
 
 // Sixteen double sums, element i in lane i % 16 whatever the vector width, joined as a fixed tree.

@@ -37,7 +37,8 @@ struct AdamFactors {
 };
 
 // One range of parameters and what belongs to it. max_exp_avg_sq is null without amsgrad, copy is null where no 16-bit
-// copy is wanted. stream_copy asks for stores of the copy that go around the cache.
+// copy is wanted. stream_copy asks for stores of the copy that go around the cache. undo is null, or gets the old param,
+// exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, each in undo_stride elements.
 struct AdamBuffers {
     float* param;
     float* exp_avg;
@@ -45,6 +46,8 @@ struct AdamBuffers {
     float* max_exp_avg_sq;
     const void* grad;
     void* copy;
+    float* undo;
+    int64_t undo_stride;
     DType grad_dtype;
     DType copy_dtype;
     bool stream_copy;

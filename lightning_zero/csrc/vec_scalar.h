@@ -78,6 +78,7 @@ struct Scalar {
     static void store(float* out, reg x) { *out = x; }
     template <class T>
     static void store(T* out, reg x) { from_float(x, out); }
+    static void stream(float* out, reg x) { *out = x; }
     template <class T>
     static void stream(T* out, reg x) { from_float(x, out); }
     static void stream_fence() {}

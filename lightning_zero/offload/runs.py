@@ -45,10 +45,10 @@ class AdamRun:
 
     def step(
         self, start: int, stop: int, main: Tensor, states: list[Tensor], copy: Tensor | None, num_threads: int | None,
-        fetched: Tensor | None = None,
+        fetched: Tensor | None = None, undo: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Update the elements ``[start, stop)`` of the unit's shard, which are what the tensors hold; ``fetched`` is their
-        gradient, if that rests elsewhere."""
+        gradient, if that rests elsewhere. ``undo``, one row for each tensor that is written, gets the old values."""
         grad = fetched if self._grad is None else self._grad[start - self.start : stop - self.start]
         if grad is None:
             raise AssertionError("an update whose gradient was not fetched")
@@ -61,13 +61,14 @@ class AdamRun:
             step=int(self.steps[0]) + 1,
             max_exp_avg_sq=states[2] if self.amsgrad else None,
             param_copy=copy,
+            undo=undo,
             num_threads=num_threads,
         )
 
-    def count(self) -> None:
-        """All elements are updated."""
+    def count(self, updates: int = 1) -> None:
+        """All elements are updated; by -1, back to what they were."""
         for step in self.steps:
-            step += 1
+            step += updates
 
 
 def states_of(settings: dict[str, Any]) -> tuple[str, ...]:

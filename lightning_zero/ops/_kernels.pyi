@@ -12,6 +12,7 @@ def adam_step(
     grad_dtype: int,
     copy: int,
     copy_dtype: int,
+    undo: int,
     grad_scale: float,
     decay: float,
     coupled: bool,

@@ -40,13 +40,15 @@ def adam_step_(
     max_exp_avg_sq: Tensor | None = None,
     param_copy: Tensor | None = None,
     grad_scale: float = 1.0,
+    undo: Tensor | None = None,
     num_threads: int | None = None,
 ) -> None:
     """Update ``param`` and its state in place; write ``param`` rounded to 16 bits to ``param_copy`` in the same pass.
 
     All are contiguous CPU tensors of one length: fp32, but for ``grad`` (fp32, bf16 or fp16) and ``param_copy`` (bf16 or
     fp16). ``step`` counts from 1 and includes this one. ``grad_scale`` multiplies the gradient, which stays as it is:
-    loss unscaling, averaging and clipping go there. ``max_exp_avg_sq`` makes it amsgrad.
+    loss unscaling, averaging and clipping go there. ``max_exp_avg_sq`` makes it amsgrad. ``undo``, fp32 of shape ``(3, numel)``
+    or with amsgrad ``(4, numel)``, gets what is overwritten, in the same pass: old parameters and states in the order above.
 
     The bits are those of torch's fused CPU optimizer on its vector body, and do not depend on how a tensor is cut into
     ranges, on threads, on alignment, or on the instruction set. The version counters of the tensors written are raised,
@@ -64,11 +66,18 @@ def adam_step_(
     if param_copy is not None:
         check_buffer("param_copy", param_copy, numel, _COPIES)
         written.append(param_copy)
+    if undo is not None:
+        overwritten = written[: 3 if max_exp_avg_sq is None else 4]
+        check_buffer("undo", undo, len(overwritten) * numel, _FP32)
+        written.append(undo)
     if step < 1:
         raise ValueError(f"step counts from 1, got {step}")
     threads = thread_count(num_threads)
     isa = native_isa()
     if isa == TORCH:
+        if undo is not None:
+            for old, kept in zip(overwritten, undo.view(len(overwritten), numel)):
+                kept.copy_(old.view(numel))
         _fallback.adam_step_(
             param,
             grad,
@@ -96,6 +105,7 @@ def adam_step_(
         DTYPE_CODES[grad.dtype],
         0 if param_copy is None else param_copy.data_ptr(),
         0 if param_copy is None else DTYPE_CODES[param_copy.dtype],
+        0 if undo is None else undo.data_ptr(),
         -grad_scale if options.maximize else grad_scale,
         options.weight_decay if coupled else 1 - options.lr * options.weight_decay,
         coupled,

@@ -16,7 +16,7 @@ from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, alloc
 from lightning_zero.partition.rest import Places, Rested, bytes_of
 from lightning_zero.partition.unit import Unit
 from lightning_zero.transfer import STAGING, Link, Transfer
-from lightning_zero.work import Work
+from lightning_zero.work import Work, is_over
 
 # Reductions under way before the next one waits for the oldest: bounds the flat buffers in use.
 _MAX_IN_FLIGHT = 2
@@ -463,6 +463,8 @@ class GradientSync:
             self._finish(self._in_flight.pop(0))
         gradients.launch(1.0 / self._comm.world_size)
         self._in_flight.append(gradients)
+        while self._in_flight and is_over(self._in_flight[0].work):
+            self._finish(self._in_flight.pop(0))  # the sooner it lands, the sooner its update can begin
 
     def _wait_a_little(self, gradients: UnitGradients) -> bool:
         """Whether waiting for the reduction is safe now: it is done, or the device's queue does the waiting."""
@@ -482,7 +484,7 @@ class GradientSync:
         while self._in_flight:
             self._finish(self._in_flight.pop(0))
         while self._landing:
-            self._land(self._landing.pop(0))
+            self._land_oldest(is_last=len(self._landing) == 1)
         while self._leaving:
             self._leaving.pop(0).arrive()
 
@@ -490,13 +492,13 @@ class GradientSync:
         gradients.finish()
         self._landing.append(gradients)
         while len(self._landing) > _MAX_LANDING:
-            landed = self._landing.pop(0)
-            self._land(landed)
-            if landed.is_complete:
-                self._on_reduced(landed)
+            self._land_oldest()
 
-    def _land(self, gradients: UnitGradients) -> None:
+    def _land_oldest(self, is_last: bool = False) -> None:
+        gradients = self._landing.pop(0)
         gradients.land()
+        if gradients.is_complete and not is_last:  # after the last one comes the step
+            self._on_reduced(gradients)
         self._leaving.append(gradients)
         while len(self._leaving) > _MAX_LEAVING:
             self._leaving.pop(0).arrive()

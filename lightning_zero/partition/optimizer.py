@@ -294,7 +294,7 @@ class OptimizerBinding:
             state = self.optimizer.state.get(parameter, {})
             group.items.append(UpdateItem(unit, index, local.start, shard, gradients.shard[local.slice()], state))
         if groups:
-            unit.keep_edits()  # made earlier in this step
+            unit.keep_edits_so_far()
             self._updater.run_early(self.optimizer, [groups[number] for number in sorted(groups)])
 
     def _hand_over(self, updater: Updater) -> None:

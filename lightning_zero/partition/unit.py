@@ -280,15 +280,36 @@ class Unit:
 
     def keep_edits(self) -> None:
         """Let edits made inside a step reach the shard and, where they changed it, the master."""
-        changed = self.buffer.keep_edits()
-        if changed and self.master is None and self.main_rest is None:
-            self._point_shards(self.main)  # it may have moved
+        changed = self._keep_in_shard()
         if self.updating:
-            self.edited_meanwhile |= changed or self._versions != self._version()
-        elif self.master is not None and (changed or self.buffer.is_whole) and not self._is_as_published():
+            known = self._published is None or self._is_as_published()
+            self.edited_meanwhile |= changed or not known or self._versions != self._version()
+        elif changed or self.buffer.is_whole:
+            self.keep_in_master()
+
+    def keep_edits_so_far(self) -> None:
+        """The same before an update that begins inside a step, but for what a comparison of whole weights with their master
+        finds: where they are on one device, :meth:`keep_in_master` does that; elsewhere :meth:`keep_edits` does, later."""
+        if self._keep_in_shard():
+            self.keep_in_master()
+
+    @property
+    def compares_with_master(self) -> bool:
+        """Whether edits of its weights show only beside the master, which is at hand."""
+        return self.master is not None and self.buffer.is_whole and self._published is None
+
+    def keep_in_master(self) -> None:
+        """Let the master take what the shard's weights differ in from it."""
+        if self.master is not None and not self._is_as_published():
             write_changes(self.buffer.shard, self.master)
             self._published = self._sum_of_weights()
             self.put_away()
+
+    def _keep_in_shard(self) -> bool:
+        changed = self.buffer.keep_edits()
+        if changed and self.master is None and self.main_rest is None:
+            self._point_shards(self.main)  # it may have moved
+        return changed
 
     def keep_outside_edits(self) -> None:
         """Let edits made outside of a step, on all ranks, reach what steps compute with."""

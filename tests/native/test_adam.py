@@ -79,6 +79,26 @@ def test_streamed_copies_are_complete(isa: str, use_isa: UseIsa) -> None:
     assert torch.equal(state.param_copy, state.param.bfloat16())
 
 
+@pytest.mark.parametrize("isa", [*ISAS, "torch"])
+def test_undo_data_are_the_old_values(isa: str, use_isa: UseIsa) -> None:
+    """Also where they begin at an odd address, end within a vector, or are written by several threads."""
+    use_isa(isa)
+    for numel, amsgrad, offset in itertools.product((0, 1, 17, 4096 + 33, (1 << 18) + 5), (False, True), (0, 3)):
+        start = make_state(numel, torch.bfloat16, torch.bfloat16, amsgrad).misaligned(offset)
+        plain = start.clone().misaligned(offset).step(DECAY)
+        old = [start.param, start.exp_avg, start.exp_avg_sq, *([start.max_exp_avg_sq] if amsgrad else [])]
+        undo = torch.full((offset + len(old) * numel,), math.nan)[offset:].view(len(old), numel)
+        got = start.clone().step(DECAY, undo=undo, num_threads=2)
+        assert differing(got, plain) == {}
+        for kept, tensor in zip(undo, old, strict=True):
+            assert torch.equal(bits(kept), bits(tensor))
+
+
+def test_undo_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="undo must have 24 elements"):
+        make_state(8).step(DECAY, undo=torch.zeros(4, 8))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_special_values(isa: str, use_isa: UseIsa) -> None:
     values = torch.tensor([0.0, -0.0, 1.0, -1.5, 1e-45, -1e-40, 1e-38, 3e38, -3e38, math.inf, -math.inf, math.nan])

@@ -13,7 +13,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import OffloadConfig
 from tests.harness import make_trainer, run
 from tests.parity import STAGES, TINY_UNIT_MB, RandomData
-from tests.slow_link import FarStrategy, SlowLink
+from tests.slow_link import EarlyStrategy, FarStrategy, SlowLink
 from tests.strategy.test_offload import Net
 
 
@@ -111,7 +111,7 @@ def test_each_parameter_crosses_once_each_way(flag: str, width: int) -> None:
 
 
 class Meddler(Simple):
-    """Does something that makes an early update wrong, in the third batch and then in every sixth."""
+    """Does something that makes an early update wrong, in the fifth batch and then in every sixth."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -119,13 +119,13 @@ class Meddler(Simple):
         self.seen: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.how == "weights in a step" and batch_idx % 6 == 2:
+        if self.how == "weights in a step" and batch_idx % 6 == 4:
             with torch.no_grad():
                 self.layers[3].weight.mul_(0.5)
         return super().training_step(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.trainer.global_step % 6 != 2:
+        if self.trainer.global_step % 6 != 4:
             return
         weight = self.layers[3].weight
         if self.how == "gradients":
@@ -157,13 +157,15 @@ def early(how: str, kwargs: dict[str, Any]) -> list[tuple[int, int]]:
         config = OffloadConfig(early_update=True)
         far = FarStrategy(**common, offload=config)
         plain, seen = fit_simple(ZeroStrategy(**common, offload=True), how, kwargs)
-        here, _ = fit_simple(ZeroStrategy(**common, offload=config), how, kwargs)
+        near = EarlyStrategy(**common, offload=config)
+        here, _ = fit_simple(near, how, kwargs)
         there, seen_there = fit_simple(far, how, kwargs)
+        assert near.updater is not None
         assert far.updater is not None
         for other in (here, there):
             assert [name for name in plain if not torch.equal(plain[name], other[name])] == [], f"stage {stage}"
         assert seen == seen_there
-        results.append((far.updater.accepted, far.updater.taken_back))
+        results += [(each.updater.early.accepted, each.updater.early.taken_back) for each in (near, far)]
     return results
 
 
@@ -185,8 +187,7 @@ def fit_simple(strategy: ZeroStrategy, how: str, kwargs: dict[str, Any]) -> tupl
     ],
 )
 def test_early_updates_hold(how: str, kwargs: dict[str, Any]) -> None:
-    """All but the first step, which makes the state, and none that only accumulates; the last units of a backward have
-    nobody to wait for, so they are not early."""
+    """None that only accumulates; the last unit of a backward has nobody to wait for, so it is not early."""
     for results in run(2, early, how, kwargs):
         for accepted, taken_back in results:
             assert accepted > 0
