@@ -18,6 +18,7 @@ from benchmarks.models import Model
 from lightning_zero import ZeroStrategy
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
+from lightning_zero.offload.threads import Threads
 from lightning_zero.offload.update import HostUpdate
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.precision import ZeroPrecision
@@ -174,7 +175,7 @@ def make_engine(
         stage, UNIT_BYTES, wide_sums=mixed and setting.accumulate > 1,
         **{"dtypes": ZeroPrecision("bf16-mixed").parameter_dtypes(model)} if mixed else {},
     )  # fmt: skip
-    updater = HostUpdate(lambda: False, 1, None, False) if offload else None
+    updater = HostUpdate(lambda: False, Threads(1)) if offload else None
     return ZeroEngine(model, Comm(dist.get_rank(), world, torch.device("cpu")), config, optimizers, updater)
 
 

@@ -21,7 +21,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_zero import disk, ops
 from lightning_zero.formulas import short_bytes
-from lightning_zero.offload.update import default_threads
+from lightning_zero.offload.threads import make_threads, physical_cores, short_list, usable_cores
 from lightning_zero.planner import host_bytes, host_bytes_free
 from lightning_zero.tables import WIDTH
 
@@ -131,11 +131,17 @@ def _look_at_kernels(report: Report) -> None:
 
 
 def _look_at_host(report: Report, ranks: int) -> None:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = torch.get_num_threads()
-    report.lines.append(("threads", f"{threads} used by torch, {usable} cores usable"))
+    cores, threads = usable_cores(), torch.get_num_threads()
+    usable, physical = len(cores), len(physical_cores(cores))
+    report.lines.append(
+        ("threads", f"{threads} used by torch; cores usable: {short_list(cores)} ({usable}, of which physical {physical})")
+    )
     if ranks > 1:
-        report.lines.append(("threads per rank", f"{default_threads(ranks, usable)} for steps on the host, {ranks} ranks"))
+        shares = [make_threads([cores] * ranks, index, None, bind=True) for index in range(ranks)]
+        most = max(share.count for share in shares)
+        report.lines.append(("threads per rank", f"{most} for steps on the host, {ranks} ranks"))
+        own = "; ".join(short_list(share.cores) for share in shares[:8] if share.cores) or "none, they have to share"
+        report.lines.append(("cores of a rank", own + ("; ..." if ranks > 8 else "") + " (with bind_threads=True)"))
         if ranks > usable:
             report.notes.append(f"{ranks} ranks share {usable} cores and will wait for each other")
         elif threads * ranks > usable and "OMP_NUM_THREADS" in os.environ:

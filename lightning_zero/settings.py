@@ -29,6 +29,9 @@ class OffloadConfig:
     which is gone when the run ends."""
     num_threads: int | None = None
     """Threads of each rank's step; ``None`` shares the host's cores among its ranks."""
+    bind_threads: bool = False
+    """Let each rank's step run on cores of its own only, where ranks share a host. It was measured to bring nothing on one
+    socket; try it where memory is slower from the other one. Torch's threads and data loaders are never bound."""
     early_update: bool = False
     """Update each unit as soon as its gradients are there, beside the rest of backward, and take the update back where
     clipping or a hook then changes them. Adam only; keeps 12 bytes per parameter and N ranks to undo it."""
@@ -56,7 +59,7 @@ class OffloadConfig:
             raise ValueError(f"OffloadConfig.num_threads must be an integer of at least 1, got {self.num_threads!r}")
         if not isinstance(self.nvme_path, (str, os.PathLike, NoneType)):
             raise TypeError(f"OffloadConfig.nvme_path must be the path of a folder, got {self.nvme_path!r}")
-        for name in ("early_update", "pin_memory"):
+        for name in ("early_update", "pin_memory", "bind_threads"):
             if not isinstance(getattr(self, name), (bool, NoneType)):
                 raise TypeError(f"OffloadConfig.{name} must be True or False, got {getattr(self, name)!r}")
 

@@ -1,6 +1,5 @@
 """ZeroStrategy: Lightning's hooks, each a line or two into the engine."""
 
-import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -39,8 +38,9 @@ from lightning_zero.migration import AnswersForeignArguments
 from lightning_zero.model_parallel import JoinsGroups, check_replicated, checked_model_parallel
 from lightning_zero.offload.store import Store
 from lightning_zero.offload.streamed import StreamedUpdate
+from lightning_zero.offload.threads import agreed_threads
 from lightning_zero.offload.tiers import make_tiers, uses_files
-from lightning_zero.offload.update import HostUpdate, default_threads
+from lightning_zero.offload.update import HostUpdate
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
 from lightning_zero.partition.memory import Ledger
@@ -341,7 +341,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         uses = uses_files(self.offload, fitting)
         with comm.failing_together("make its files") if uses else nullcontext():
             self._tiers = make_tiers(self.offload, comm.rank, link, fitting, self._ledger.add)
-        updater = self._make_updater(link) if fitting else None
+        updater = self._make_updater(comm, link) if fitting else None
         config = self._engine_config(module, updater)
         with LateBar("sharding the module", self._shows_progress) as progress:
             return ZeroEngine(
@@ -361,13 +361,12 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             wide_sums=self.precision_plugin.wide_sums(self._trainer),
         )
 
-    def _make_updater(self, link: Link | None) -> Updater | None:
+    def _make_updater(self, comm: Comm, link: Link | None) -> Updater | None:
         if self.offload is None:
             return None
         if self.offload.parameters == "cpu" and link is None:
             rank_zero_info("OffloadConfig(parameters='cpu') does nothing on a CPU: parameters are in host memory.")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = self.offload.num_threads or default_threads(self.num_processes, cores)
+        threads = agreed_threads(comm, self.offload.num_threads, self.offload.bind_threads)
         if self._tiers is not None and isinstance(self._tiers.main, Store):
             return StreamedUpdate(self._tiers.main, threads, link)
         return HostUpdate(self._delays, threads, link, self.offload.early_update, self._ledger.add)

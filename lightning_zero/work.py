@@ -32,13 +32,10 @@ class Result:
     """A collective whose result is a tensor made after its bytes have arrived."""
 
     def __init__(self, works: list[Work], finish: Callable[[], Tensor]) -> None:
+        self.is_local = not works
+        """Nothing is sent, so there is nothing to wait for."""
         self._works = works
         self._finish = finish
-
-    @property
-    def is_local(self) -> bool:
-        """Nothing is sent, so there is nothing to wait for."""
-        return not self._works
 
     def wait(self) -> Tensor:
         for work in self._works:

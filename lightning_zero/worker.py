@@ -15,8 +15,10 @@ class Worker:
     A daemon, because a task may wait for another rank: that must not keep a process from ending.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
         self._name = name
+        self._begin = begin
+        """Called on the thread before its first task."""
         self._queue: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -36,6 +38,7 @@ class Worker:
             self._thread = None
 
     def _run(self) -> None:
+        self._begin()
         while (item := self._queue.get()) is not None:
             future, task = item
             try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.comm import Comm
 from lightning_zero.offload.trial import Trial
 from lightning_zero.offload.update import HostUpdate
 from lightning_zero.transfer import STAGING, Account, HostPool, Link, Transfer, count_nowhere
@@ -75,8 +76,8 @@ class EarlyStrategy(ZeroStrategy):
 
     updater: HostUpdate | None = None
 
-    def _make_updater(self, link: Link | None) -> HostUpdate | None:
-        self.updater = super()._make_updater(link)
+    def _make_updater(self, comm: Comm, link: Link | None) -> HostUpdate | None:
+        self.updater = super()._make_updater(comm, link)
         if isinstance(self.updater, HostUpdate):
             self.updater.early.trial = Trial(spell=1, clock=lambda: 0.0)
         return self.updater

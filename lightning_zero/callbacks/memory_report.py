@@ -39,7 +39,7 @@ _LESS = {
     "master": "parameters were frozen after training had started",
     "optimizer": "parameters that never had a gradient have no state",
     "staging": "copies were quick, so that less memory was under way at once",
-    "undo": "units whose gradients come last are not updated early",
+    "undo": "the unit whose gradients come last is not updated early, or early updates did not pay",
     "delayed_gradients": "not every parameter has had a gradient, or the run ended before updates were delayed",
     BUFFERS: "fewer units were under way at once: reductions were quick, or units were not used",
 }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.runs import Part, by_unit
+from lightning_zero.offload.threads import Threads
 from lightning_zero.offload.trial import Trial
 from lightning_zero.offload.unit_update import UnitUpdate
 from lightning_zero.partition.optimizer import UpdateGroup
@@ -27,11 +28,11 @@ from lightning_zero.worker import Worker
 class EarlyUpdates:
     """The early updates of a step. See [Note: early update]."""
 
-    def __init__(self, worker: Worker, pool: HostPool, num_threads: int | None) -> None:
+    def __init__(self, worker: Worker, pool: HostPool, threads: Threads) -> None:
         self.trial = Trial()
         self.accepted = self.taken_back = 0
         """Updates of units so far."""
-        self._worker, self._pool, self._num_threads = worker, pool, num_threads
+        self._worker, self._pool, self._threads = worker, pool, threads
         self._under_way: dict[int, EarlyUpdate] = {}
 
     def begin(self, unit: Unit, parts: list[Part]) -> None:
@@ -47,7 +48,7 @@ class EarlyUpdates:
         def run() -> None:
             if compares:
                 unit.keep_in_master()
-            update.run(self._num_threads)
+            update.run(self._threads)
 
         sources = [_source(item.grad) for item in items]
         self._under_way[unit.index] = EarlyUpdate(update, sources, self._worker.submit(run), self._pool)

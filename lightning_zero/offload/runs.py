@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_zero.offload.cpu_adam import CPUAdam, options_of
+from lightning_zero.offload.threads import Threads
 from lightning_zero.ops import AdamOptions, adam_step_
 from lightning_zero.partition.optimizer import UpdateGroup, UpdateItem
 from lightning_zero.partition.rest import resting
@@ -44,7 +45,7 @@ class AdamRun:
         return self._grad is None
 
     def step(
-        self, start: int, stop: int, main: Tensor, states: list[Tensor], copy: Tensor | None, num_threads: int | None,
+        self, start: int, stop: int, main: Tensor, states: list[Tensor], copy: Tensor | None, threads: Threads,
         fetched: Tensor | None = None, undo: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Update the elements ``[start, stop)`` of the unit's shard, which are what the tensors hold; ``fetched`` is their
@@ -52,18 +53,19 @@ class AdamRun:
         grad = fetched if self._grad is None else self._grad[start - self.start : stop - self.start]
         if grad is None:
             raise AssertionError("an update whose gradient was not fetched")
-        adam_step_(
-            main,
-            grad,
-            states[0],
-            states[1],
-            self._options,
-            step=int(self.steps[0]) + 1,
-            max_exp_avg_sq=states[2] if self.amsgrad else None,
-            param_copy=copy,
-            undo=undo,
-            num_threads=num_threads,
-        )
+        with threads.bound():
+            adam_step_(
+                main,
+                grad,
+                states[0],
+                states[1],
+                self._options,
+                step=int(self.steps[0]) + 1,
+                max_exp_avg_sq=states[2] if self.amsgrad else None,
+                param_copy=copy,
+                undo=undo,
+                num_threads=threads.count,
+            )
 
     def count(self, updates: int = 1) -> None:
         """All elements are updated; by -1, back to what they were."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.offload.runs import STATES, AdamRun, Part, by_unit, has_kernel, is_adam, runs_of, states_of
 from lightning_zero.offload.store import Store, aligned
+from lightning_zero.offload.threads import Threads
 from lightning_zero.partition.elementwise import is_moment
 from lightning_zero.partition.optimizer import UpdateGroup, stand_in
 from lightning_zero.partition.rest import Place, Rested, resting
@@ -36,11 +37,11 @@ class StreamedUpdate:
 
     is_early = False
 
-    def __init__(self, store: Store, num_threads: int | None = None, link: Link | None = None) -> None:
+    def __init__(self, store: Store, threads: Threads, link: Link | None = None) -> None:
         self.link = link
         self.has_changed = False
         self._store = store
-        self._num_threads = num_threads
+        self._threads = threads
         self._numbers: dict[int, int] = {}
         self._places: dict[tuple[int, int, str], Place] = {}
         """By optimizer, unit and name: the state of all parameters of the unit."""
@@ -132,7 +133,7 @@ class StreamedUpdate:
                         reads[ahead] = chunks[ahead].read(self._buffers_of(ahead % _DEPTH, chunks[ahead]))
                 _wait(reads[position])
                 self.has_changed = True
-                chunk.update(self._num_threads)
+                chunk.update(self._threads)
                 writes[position % _DEPTH] = chunk.write()
                 if chunk.is_last:
                     chunk.job.finish()
@@ -219,7 +220,7 @@ class _Chunk:
         self._buffers = [b.view(place.dtype)[:numel] for b, place in zip(buffers, self._places)]
         return [place.read(buffer) for place, buffer in zip(self._places, self._buffers, strict=True)]
 
-    def update(self, num_threads: int | None) -> None:
+    def update(self, threads: Threads) -> None:
         unit, (states, fetched) = self.job.unit, (self._buffers[: self._written], self._buffers[self._written :])
         if self.job.rest is None:
             main = unit.main.detach()[self._start : self._stop]
@@ -229,7 +230,7 @@ class _Chunk:
             start, stop = max(run.start, self._start), min(run.stop, self._stop)
             part = slice(start - self._start, stop - self._start)
             grad = fetched[0][part] if run.grad_rests else None
-            run.step(start, stop, main[part], [state[part] for state in states[: len(run.names)]], None, num_threads, grad)
+            run.step(start, stop, main[part], [state[part] for state in states[: len(run.names)]], None, threads, grad)
         if unit.master is not None:
             unit.weights_target()[self._start : self._stop].copy_(main)
 

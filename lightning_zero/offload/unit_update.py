@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.runs import AdamRun, Part, distance, range_of, runs_of
+from lightning_zero.offload.threads import Threads
 from lightning_zero.partition.optimizer import UpdateItem
 from lightning_zero.partition.unit import Unit
 from lightning_zero.transfer import HostPool
@@ -21,9 +22,9 @@ class UnitUpdate:
         runs = [AdamRun(run, settings) for settings, items in parts for run in runs_of(items)]
         self._ranges = [_Range(run, unit, self._copy) for run in runs]
 
-    def run(self, num_threads: int | None) -> None:
+    def run(self, threads: Threads) -> None:
         for each in self._ranges:
-            each.run(num_threads)
+            each.run(threads)
         self.unit.published = self._copy is not None
 
     def save_to(self, pool: HostPool) -> None:
@@ -58,9 +59,9 @@ class _Range:
         self.undo: Tensor | None = None
         """A row for each of ``written``."""
 
-    def run(self, num_threads: int | None) -> None:
+    def run(self, threads: Threads) -> None:
         run = self._run
-        run.step(run.start, run.stop, self.main, self._states, self._copy, num_threads, undo=self.undo)
+        run.step(run.start, run.stop, self.main, self._states, self._copy, threads, undo=self.undo)
         run.count()
 
     def take_back(self) -> None:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.offload.early import EarlyUpdate, EarlyUpdates
 from lightning_zero.offload.runs import by_unit, has_kernel
+from lightning_zero.offload.threads import Threads
 from lightning_zero.offload.unit_update import UnitUpdate
 from lightning_zero.partition.optimizer import UpdateGroup, stand_in
 from lightning_zero.partition.rest import Rested
@@ -35,17 +36,17 @@ class HostUpdate:
     """
 
     def __init__(
-        self, delays: Callable[[], bool], num_threads: int | None = None, link: Link | None = None, early: bool = False,
+        self, delays: Callable[[], bool], threads: Threads, link: Link | None = None, early: bool = False,
         account: Account = count_nowhere,
     ) -> None:  # fmt: skip
         self.link = link
         self.has_changed = True  # units are updated in memory, one after the other
         self.is_early = early
         self._delays = delays
-        self._num_threads = num_threads
-        self._worker = Worker("lightning_zero-update")
+        self._threads = threads
+        self._worker = Worker("lightning_zero-update", threads.bind)
         self._kept = HostPool(pin_memory=False, account=account)
-        self.early = EarlyUpdates(self._worker, self._kept, num_threads)
+        self.early = EarlyUpdates(self._worker, self._kept, threads)
 
     def run(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> Future | None:
         """Update the shards in ``groups``; a future where the update goes on in the background."""
@@ -63,7 +64,7 @@ class HostUpdate:
     def _run_now(self, optimizer: Optimizer, groups: list[UpdateGroup], early: list[EarlyUpdate]) -> None:
         if has_kernel(optimizer, groups):
             for unit, parts in by_unit(groups):  # one by one: each takes staging memory, and publishing gives it back
-                UnitUpdate(unit, parts, in_use=False).run(self._num_threads)
+                UnitUpdate(unit, parts, in_use=False).run(self._threads)
                 unit.publish()  # on its way while the next one is computed
         else:
             stand_in(optimizer, groups).step()
@@ -84,7 +85,7 @@ class HostUpdate:
 
     def _run_all(self, updates: list[UnitUpdate]) -> None:
         for update in updates:
-            update.run(self._num_threads)
+            update.run(self._threads)
 
     def _keep_gradients(self, groups: list[UpdateGroup]) -> list[Tensor]:
         """Give the items gradients of their own: the next backward writes where these stand."""
@@ -126,9 +127,3 @@ class HostUpdate:
     def close(self) -> None:
         self._worker.close()
         self._kept.clear()
-
-
-def default_threads(ranks_on_host: int, cores: int) -> int:
-    """Threads for each rank's updates: ranks share the host's cores and never use more."""
-    return max(1, min(torch.get_num_threads(), cores // max(1, ranks_on_host)))
-

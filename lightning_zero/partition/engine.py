@@ -162,7 +162,9 @@ class ZeroEngine:
                     )  # fmt: skip
             if unit.index in self._gradients:
                 self._handles += hooks.hook_gradients(self._gradients[unit.index], self)
-        return GradientSync([self._gradients[i] for i in sorted(self._gradients)], self._comm, self._update_early)
+        tells = self._updater is not None and self._updater.is_early
+        gradients = [self._gradients[i] for i in sorted(self._gradients)]
+        return GradientSync(gradients, self._comm, self._update_early if tells else None)
 
     def binding(self, optimizer: Optimizer) -> OptimizerBinding | None:
         """The binding of ``optimizer``; None if its parameters are not sharded."""

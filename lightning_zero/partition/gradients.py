@@ -371,7 +371,7 @@ class GradientSync:
     """
 
     def __init__(
-        self, gradients: Sequence[UnitGradients], comm: Comm, on_reduced: Callable[[UnitGradients], None]
+        self, gradients: Sequence[UnitGradients], comm: Comm, on_reduced: Callable[[UnitGradients], None] | None
     ) -> None:
         self._on_reduced = on_reduced
         self._gradients = list(gradients)
@@ -497,7 +497,7 @@ class GradientSync:
     def _land_oldest(self, is_last: bool = False) -> None:
         gradients = self._landing.pop(0)
         gradients.land()
-        if gradients.is_complete and not is_last:  # after the last one comes the step
+        if self._on_reduced is not None and gradients.is_complete and not is_last:  # after the last one comes the step
             self._on_reduced(gradients)
         self._leaving.append(gradients)
         while len(self._leaving) > _MAX_LEAVING:

@@ -280,7 +280,9 @@ class Unit:
 
     def keep_edits(self) -> None:
         """Let edits made inside a step reach the shard and, where they changed it, the master."""
-        changed = self._keep_in_shard()
+        changed = self.buffer.keep_edits()
+        if changed:
+            self._follow_shard()
         if self.updating:
             known = self._published is None or self._is_as_published()
             self.edited_meanwhile |= changed or not known or self._versions != self._version()
@@ -290,7 +292,8 @@ class Unit:
     def keep_edits_so_far(self) -> None:
         """The same before an update that begins inside a step, but for what a comparison of whole weights with their master
         finds: where they are on one device, :meth:`keep_in_master` does that; elsewhere :meth:`keep_edits` does, later."""
-        if self._keep_in_shard():
+        if self.buffer.keep_edits():
+            self._follow_shard()
             self.keep_in_master()
 
     @property
@@ -305,11 +308,9 @@ class Unit:
             self._published = self._sum_of_weights()
             self.put_away()
 
-    def _keep_in_shard(self) -> bool:
-        changed = self.buffer.keep_edits()
-        if changed and self.master is None and self.main_rest is None:
+    def _follow_shard(self) -> None:
+        if self.master is None and self.main_rest is None:
             self._point_shards(self.main)  # it may have moved
-        return changed
 
     def keep_outside_edits(self) -> None:
         """Let edits made outside of a step, on all ranks, reach what steps compute with."""

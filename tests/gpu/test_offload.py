@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy
-from lightning_zero.config import OffloadConfig
+from lightning_zero import OffloadConfig, ZeroStrategy
 from lightning_zero.transfer import StreamLink
 from tests.parity import STAGES, RandomData
+from tests.slow_link import EarlyStrategy
 
 WIDTH, DEPTH, BATCHES = 1024, 8, 6
 PARAMETERS = WIDTH * WIDTH * DEPTH
@@ -33,9 +33,9 @@ class Layers(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(folder: Any, precision: str = "bf16-true", **kwargs: Any) -> tuple[Layers, ZeroStrategy]:
+def fit(folder: Any, precision: str = "bf16-true", cls: Any = ZeroStrategy, **kwargs: Any) -> tuple[Layers, Any]:
     torch.manual_seed(0)
-    strategy = ZeroStrategy(**kwargs)
+    strategy = cls(**kwargs)
     module = Layers()
     trainer = pl.Trainer(
         accelerator="gpu", devices=1, strategy=strategy, precision=precision, max_epochs=1, logger=False,  # type: ignore[arg-type]
@@ -49,11 +49,13 @@ def fit(folder: Any, precision: str = "bf16-true", **kwargs: Any) -> tuple[Layer
 @pytest.mark.parametrize("stage", STAGES)
 def test_offload_trains_as_the_device_does(tmp_path: Any, stage: int, precision: str) -> None:
     plain, _ = fit(tmp_path, precision, stage=stage)
-    for offload in (True, OffloadConfig(early_update=True)):
-        module, _ = fit(tmp_path, precision, stage=stage, offload=offload)
-        for there, here in zip(module.parameters(), plain.parameters(), strict=True):
-            # The device's Adam and the host's round apart.
-            torch.testing.assert_close(there, here, rtol=1e-2, atol=1e-3)
+    at_once, _ = fit(tmp_path, precision, stage=stage, offload=True)
+    early, strategy = fit(tmp_path, precision, EarlyStrategy, stage=stage, offload=OffloadConfig(early_update=True))
+    assert strategy.updater.early.accepted > 0
+    for one, two, three in zip(plain.parameters(), at_once.parameters(), early.parameters(), strict=True):
+        # The device's Adam and the host's round apart.
+        torch.testing.assert_close(two, one, rtol=1e-2, atol=1e-3)
+        assert torch.equal(two, three)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,7 +1,11 @@
 """offload=True: the step runs on the host with the same numbers; delayed_update: one step late, to the bit."""
 
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import CPUAdam, ZeroStrategy
+from lightning_zero import CPUAdam, OffloadConfig, ZeroStrategy
+from lightning_zero.offload.threads import usable_cores
 from tests.harness import make_trainer, run
 from tests.parity import STAGES, Outcome, RandomData, assert_same, trained
 
@@ -242,3 +247,53 @@ def test_known_backends_are_taken() -> None:
 def test_delayed_update_without_offload_is_refused() -> None:
     with pytest.raises(ValueError, match="needs offload=True"):
         ZeroStrategy(delayed_update=True)
+
+
+def affinity_of(task: str) -> str:
+    status = Path(f"/proc/self/task/{task}/status").read_text()
+    return next(line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list"))
+
+
+def listed_cores(text: str) -> Iterator[int]:
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+class LooksAtThreads(Net):
+    """Notes the cores of this process' threads while one of its updates is under way."""
+
+    cores: dict[str, str]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.cores = {thread.name: affinity_of(str(thread.native_id)) for thread in threading.enumerate()}
+        self.cores["child"] = subprocess.run(
+            [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+
+def cores_in_use(bind: bool) -> tuple[str, str, str]:
+    """Of this process, and of the update's thread; and how many a process gets that is started in training."""
+    before = affinity_of(str(threading.get_native_id()))
+    torch.manual_seed(0)
+    module = LooksAtThreads()
+    strategy = ZeroStrategy(stage=2, offload=OffloadConfig(bind_threads=bind), delayed_update=1)
+    trainer = make_trainer(".", strategy=strategy, max_epochs=1)
+    trainer.fit(module, DataLoader(RandomData(16, 6), batch_size=2))
+    updates = module.cores["lightning_zero-update"]
+    if {module.cores["MainThread"], affinity_of(str(threading.get_native_id()))} != {before}:
+        raise AssertionError("the main thread is still bound")
+    return before, updates, module.cores["child"]
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="two ranks need two cores to have one each")
+def test_steps_are_bound_to_cores_of_their_own() -> None:
+    """As the system has it. The main thread is as free as before, and so are processes that it starts."""
+    (before, first, child), (_, second, _) = run(2, cores_in_use, True)
+    half = len(usable_cores()) // 2
+    listed = [set(listed_cores(text)) for text in (before, first, second)]
+    assert listed[1] | listed[2] == listed[0] == usable_cores()
+    assert not listed[1] & listed[2]
+    assert len(listed[1]) == half
+    assert int(child) == len(usable_cores())
+    assert {updates for _, updates, _ in run(2, cores_in_use, False)} == {before}
