@@ -78,13 +78,26 @@ class _Bus(HostPool):
         self._directions = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def download(self, source: Tensor, target: Tensor) -> Transfer:
-        return _Copy(self._directions[0].submit(self._copy, DEVICE.mark(), source, target))
+        return _Copy(self._directions[0].submit(self._copy_down, DEVICE.mark(), source, target))
 
     def upload(self, source: Tensor, target: Tensor) -> Transfer:
-        return _Copy(self._directions[1].submit(self._copy, DEVICE.mark(), source, target))
+        return _Copy(self._directions[1].submit(self._copy_up, DEVICE.mark(), source, target))
 
-    def _copy(self, queued_before: Future, source: Tensor, target: Tensor) -> None:
+    def _copy_down(self, queued_before: Future, source: Tensor, target: Tensor) -> None:
         queued_before.result()
+        self._down(source, target)
+
+    def _copy_up(self, queued_before: Future, source: Tensor, target: Tensor) -> None:
+        queued_before.result()
+        self._up(source, target)
+
+    def _down(self, source: Tensor, target: Tensor) -> None:
+        self._copy(source, target)
+
+    def _up(self, source: Tensor, target: Tensor) -> None:
+        self._copy(source, target)
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
         end = time.perf_counter() + source.nbytes / self._bytes_per_second
         target.copy_(source)
         time.sleep(max(0.0, end - time.perf_counter()))
@@ -160,14 +173,14 @@ WAYS: dict[str, dict[str, Any]] = {
 MODES = {way + clipping: (WAYS[way], {"gradient_clip_val": value}) for clipping, value in CLIPPING.items() for way in WAYS}
 
 
-def step_seconds(mode: str, width: int, depth: int, seconds: float, steps: int) -> float:
+def step_seconds(mode: str, width: int, depth: int, seconds: float, steps: int, *callbacks: pl.Callback) -> float:
     strategy, settings = MODES[mode]
     torch.manual_seed(0)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, strategy=_OverBus(stage=2, unit_size_mb=width * width * 2 / 2**20, **strategy),
-            precision="bf16-true", max_steps=steps, callbacks=[clock], logger=False, enable_checkpointing=False,
+            precision="bf16-true", max_steps=steps, callbacks=[clock, *callbacks], logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **settings,
         )  # fmt: skip
         trainer.fit(Layers(width, depth, seconds), DataLoader(torch.randn(steps, 8), batch_size=1))

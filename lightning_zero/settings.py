@@ -33,8 +33,9 @@ class OffloadConfig:
     """Let each rank's step run on cores of its own only, where ranks share a host. It was measured to bring nothing on one
     socket; try it where memory is slower from the other one. Torch's threads and data loaders are never bound."""
     early_update: bool = False
-    """Update each unit as soon as its gradients are there, beside the rest of backward, and take the update back where
-    clipping or a hook then changes them. Adam only; keeps 12 bytes per parameter and N ranks to undo it."""
+    """Update each unit as soon as its gradients are there, beside the rest of backward, as long as that makes steps shorter,
+    and take the update back where clipping or a hook then changes them. Adam only; keeps 12 bytes per parameter and N ranks
+    to undo it."""
     pin_memory: bool | None = None
     """Page-lock the host memory that copies go through; ``None`` where there is a device that can use it."""
 

@@ -54,7 +54,7 @@ class EarlyUpdates:
         self._under_way[unit.index] = EarlyUpdate(update, sources, self._worker.submit(run), self._pool)
 
     def settle(self, groups: list[UpdateGroup]) -> "tuple[list[UpdateGroup], list[EarlyUpdate]]":
-        """At the step: what is left to do, and the early updates that are right; takes back the others."""
+        """At the step: what is left to do, and the early updates that are right, as they were begun; takes back the others."""
         wanted = {unit.index: parts for unit, parts in by_unit(groups)} if self._under_way else {}
         held = {i: early for i, early in self._under_way.items() if early.holds_for(wanted.get(i, []))}
         self._under_way = {i: early for i, early in self._under_way.items() if i not in held}
@@ -62,7 +62,7 @@ class EarlyUpdates:
         self.revoke()
         if held:
             groups = [UpdateGroup(g.settings, [i for i in g.items if i.unit.index not in held]) for g in groups]
-        return groups, [held[index] for index in sorted(held)]
+        return groups, list(held.values())
 
     def revoke(self) -> None:
         """Undo all of them."""

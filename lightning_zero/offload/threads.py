@@ -65,12 +65,19 @@ def usable_cores() -> frozenset[int]:
 
 def agreed_threads(comm: Comm, count: int | None, bind: bool) -> Threads:
     """The threads of this rank; all ranks call it. See :func:`make_threads`."""
-    mine = (comm.topology.members[comm.rank], socket.gethostname(), usable_cores())
+    mine = (comm.topology.members[comm.rank], _host(), usable_cores())
     ranks = comm.all_gather_object(mine)
     if comm.model is not None:
         ranks = [rank for column in comm.model.all_gather_object(ranks) for rank in column]
     here = sorted((rank, cores) for rank, host, cores in ranks if host == mine[1])
     return make_threads([cores for _, cores in here], [rank for rank, _ in here].index(mine[0]), count, bind)
+
+
+def _host() -> str:
+    """A name of this machine: host names may be the same on several."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    return socket.gethostname()
 
 
 def make_threads(

@@ -12,6 +12,7 @@ forward and backward never see half of it.
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ class HostUpdate:
             stand_in(optimizer, groups).step()
             for unit, _ in by_unit(groups):
                 unit.publish()
-        for each in early:  # the last ones may have been computed meanwhile, on the other thread
+        # What is done leaves in the order of the next forward; what is not goes on meanwhile, and leaves as it ends.
+        done = list(takewhile(lambda each: each.future.done(), early))
+        for each in (*reversed(done), *early[len(done) :]):
             each.finish().publish()
 
     def _run_late(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> Future:
