@@ -1,6 +1,7 @@
 """The hooks of the strategy that save and load checkpoints, each a line or two into the engine and `checkpoint`."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from lightning_zero.checkpoint.parts import part_to_load, saving_parts
 from lightning_zero.checkpoint.reading import check_outline, reading
 from lightning_zero.checkpoint.saving import FolderSaver, failing_together, saves_in_background
 from lightning_zero.checkpoint.training import OWN_KEY, from_folder, load_optimizers
+from lightning_zero.checkpoint.waiting import read_as_loaded
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition.engine import ZeroEngine
@@ -128,15 +130,18 @@ class SavesShards(DDPStrategy):
                 return checkpoint
             folder = FolderCheckpoint(checkpoint_path, weights_only, group=None if comm.model is None else comm.storage_group)
             meta = folder.meta()
-        sharded = self.engine is not None and self.engine.units and not self.engine.closed
-        into = {} if sharded or self.lightning_module is None else self.lightning_module.state_dict()
+        # What is sharded already takes over one unit at a time.
+        into = None if self._is_sharded else {} if self.lightning_module is None else self.lightning_module.state_dict()
         with reading(checkpoint_path):
             return from_folder(folder, meta, into)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with reading(self._loaded_path, failed="does not fit the module"):
-            super().load_model_state_dict(checkpoint, strict)
+        # A rank may fail to read what waits in a folder while the others go on.
+        together = failing_together(self._make_comm(), self.config.read_timeout, "load weights")
+        with reading(self._loaded_path, failed="does not fit the module"), together if self._is_sharded else nullcontext():
+            with read_as_loaded(self.lightning_module):  # type: ignore[arg-type]
+                super().load_model_state_dict(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -156,6 +161,10 @@ class SavesShards(DDPStrategy):
     @override
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.engine is not None and bool(self.engine.units) and not self.engine.closed
 
     @property
     def _loaded_path(self) -> str:

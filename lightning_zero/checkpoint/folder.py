@@ -118,10 +118,11 @@ class FolderCheckpoint:
         info = self._metadata.storage_data.get(index)
         return key if info is None else (info.relative_path, info.offset, info.length)
 
-    def read(self, targets: Mapping[str, Tensor | TensorShard | None]) -> dict[str, Any]:
-        """Fill the tensors and shards in ``targets``; the plain values among them are returned."""
+    def read(self, targets: Mapping[str, Tensor | TensorShard | None], alone: bool = False) -> dict[str, Any]:
+        """Fill the tensors and shards in ``targets``; the plain values among them are returned. ``alone``: the other ranks
+        do not."""
         planner, reader = IntoLoadPlanner(targets, self._weights_only), self._reader()
-        if self._alone:
+        if self._alone or alone:
             with reading(self.path):
                 planner.set_up_planner({}, self._metadata, True)
                 reader.set_up_storage_reader(self._metadata, True)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.fitting import WAY_OUT, check_state
 from lightning_zero.checkpoint.folder import WEIGHTS, FolderCheckpoint, nested, weights_of
 from lightning_zero.checkpoint.planners import Path
+from lightning_zero.checkpoint.waiting import waiting
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.shards import TensorShard
 
@@ -43,9 +44,10 @@ def to_folder(
     return state, meta
 
 
-def from_folder(folder: FolderCheckpoint, meta: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
-    """Lightning's checkpoint, ``meta`` with the rest. Weights are read straight into tensors of the same name and shape in ``into``; optimizer
-    state and masters are left where they are, as SavedOptimizer and SavedMasters. All ranks call it."""
+def from_folder(folder: FolderCheckpoint, meta: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Lightning's checkpoint, ``meta`` with the rest. Weights are read straight into tensors of the same name and shape in ``into``; with
+    None they are left where they are (``waiting``), as are optimizer state and masters, as SavedOptimizer and SavedMasters.
+    All ranks call it."""
     checkpoint = dict(meta)
     checkpoint["state_dict"] = _read_weights(folder, into)
     if optimizers := optimizers_of(folder):
@@ -217,14 +219,26 @@ def _check_masters(masters: Any, module: nn.Module) -> None:
             raise ValueError(f"The checkpoint's master weight {name!r} is {found}, not {tuple(parameter.shape)}.")
 
 
-def _read_weights(folder: FolderCheckpoint, into: Mapping[str, Any]) -> dict[str, Any]:
+def _read_weights(folder: FolderCheckpoint, into: Mapping[str, Any] | None) -> dict[str, Any]:
     keys = weights_of(folder)
     targets: dict[str, Any] = {}
+    left: dict[str, Tensor] = {}
     for path, key in keys.items():
-        like, own = folder.tensor(key), into.get(str(path[0])) if len(path) == 1 else None
+        like = folder.tensor(key)
+        if into is None and like is not None:
+            left[key] = waiting(like, partial(_read_alone, folder, key, like))
+            continue
+        own = into.get(str(path[0])) if into is not None and len(path) == 1 else None
         targets[key] = None if like is None else own if _fits(own, like) else torch.empty_like(like, device="cpu")
-    values = folder.read(targets)
-    return nested({path: values.get(key, targets[key]) for path, key in keys.items()}) if keys else {}
+    found = {**targets, **left, **folder.read(targets)}
+    return nested({path: found[key] for path, key in keys.items()}) if keys else {}
+
+
+def _read_alone(folder: FolderCheckpoint, key: str, like: Tensor) -> Tensor:
+    """One tensor, whenever this rank wants it."""
+    values = torch.empty_like(like, device="cpu")
+    folder.read({key: values}, alone=True)
+    return values
 
 
 def _fetch(folder: FolderCheckpoint, keys: Mapping[Path, str]) -> Any:

@@ -18,6 +18,7 @@ from lightning_zero.partition.clipping import GradientShards
 from lightning_zero.partition.elementwise import check_supported, state_bytes
 from lightning_zero.partition.gradients import GradientSync, UnitGradients, gradient_dtypes
 from lightning_zero.partition.grouping import check_nothing_new
+from lightning_zero.partition.loading import Loading
 from lightning_zero.partition.memory import BufferPool, Ledger
 from lightning_zero.partition.optimizer import OptimizerBinding, StateForm, Updater
 from lightning_zero.partition.outside import OutsideReads
@@ -91,6 +92,8 @@ class ZeroEngine:
         self._packs = self._shards_parameters or keeper is not None
         for unit in self.units:
             self._handles += hooks.hook_modules(unit, self)
+        loading = Loading(self.units, self._where, self._outside, lambda: self.computes)
+        self._handles += hooks.hook_loading(module, loading.enter, loading.leave) if self.units else ()
         self._sync = self._make_sync()
         self.bind(optimizers)
 

@@ -86,6 +86,15 @@ def hook_readers(unit: Unit, readers: list[nn.Module], listener: Listener) -> li
     return [module.register_forward_pre_hook(_ModuleHook(module, pre), prepend=True) for module in readers]
 
 
+def hook_loading(
+    module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
+) -> Iterator[RemovableHandle]:
+    """Bracket what ``load_state_dict`` does with each module."""
+    for submodule in module.modules():
+        yield submodule.register_load_state_dict_pre_hook(_ModuleHook(submodule, enter))
+        yield submodule.register_load_state_dict_post_hook(_ModuleHook(submodule, leave))
+
+
 def _watch_inputs(unit: Unit, listener: Listener, args: Any, kwargs: Any) -> None:
     """Frozen parameters get no gradients to tell that their backward is done; the gradients of the inputs do.
 

@@ -47,15 +47,20 @@ class OutsideReads:
         buffers, self._buffers = self._buffers, {}
         if not buffers:
             return
-        read = [unit for unit in units if id(unit.face) in buffers]
-        for unit in read:
-            unit.keep_outside_edits()
-        self._check_same_edits(units, read)
-        for unit in read:
-            unit.face.reshard()
+        self.settle_units(units, [unit for unit in units if id(unit.face) in buffers])
         for one in gradients:
             if id(one.buffer) in buffers:
                 one.settle()
+
+    def settle_units(self, units: list[Unit], read: list[Unit]) -> None:
+        """The same for some of all ``units``, which were read."""
+        for unit in read:
+            self._buffers.pop(id(unit.face), None)
+            unit.keep_outside_edits()
+        if read:
+            self._check_same_edits(units, read)
+        for unit in read:
+            unit.face.reshard()
 
     def _settle_whole(self, units: list[Unit]) -> None:
         seen, self._seen = self._seen, {}

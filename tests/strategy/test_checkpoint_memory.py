@@ -28,8 +28,18 @@ FORMS = ("full", "sharded")
 
 
 class Large(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, on_meta: bool = False) -> None:
         super().__init__()
+        self.on_meta = on_meta
+        if not on_meta:
+            self.build()
+
+    def configure_model(self) -> None:
+        if self.on_meta:
+            with torch.device("meta"):
+                self.build()
+
+    def build(self) -> None:
         with torch.no_grad():
             self.layers = nn.Sequential(*(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH) for _ in range(LAYERS)))
             for p in self.parameters():
@@ -37,6 +47,9 @@ class Large(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layers(batch).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layers(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
@@ -135,6 +148,12 @@ def save_and_load(folder: str) -> dict[str, dict[str, float]]:
                     trainer.save_checkpoint(f"{folder}/{form}.ckpt")
             del trainer, module, strategy
         found[form] = peaks.growth
+        of_sharded = Peaks()
+        for offload in (False, OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path=folder)):
+            trainer = make_trainer(".", strategy=Watched(of_sharded, stage=3, offload=offload, state_dict_type=form))
+            trainer.validate(Large(on_meta=True), DataLoader(RandomData(2, WIDTH)), f"{folder}/{form}.ckpt")
+            found[f"{form}, {'in files' if offload else 'in memory'}"] = {**of_sharded.growth}
+            del trainer
     return found
 
 
@@ -146,6 +165,10 @@ def test_saving_and_loading_take_no_more_than_the_shards_and_a_unit(tmp_path: Pa
             growth = found[form]
             assert growth["read"] + growth["weights"] < UNIT + SLACK, (rank, form, growth)
             assert growth["optimizer"] < MODEL / 2 + UNIT + SLACK, (rank, form, growth)
+            # Of a module that is sharded already: a unit, and one tensor of a folder at a time.
+            for where in ("in memory", "in files"):
+                growth = found[f"{form}, {where}"]
+                assert growth["read"] + growth["weights"] < 2 * UNIT + SLACK, (rank, form, where, growth)
         # Rank 0 holds what it writes to a file, once; after fit the module is whole on every rank anyway.
         # A rank packs its half of a unit's momentum to send it, maybe before the other has taken the one before.
         assert found["full"]["save"] < (MODEL if rank == 0 else 0) + 2 * UNIT + SLACK, (rank, found)
