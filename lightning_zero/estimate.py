@@ -11,6 +11,7 @@ from lightning_zero.config import ParameterDtypes
 from lightning_zero.formulas import (
     KINDS,
     PLAIN_SIZES,
+    FileBuffers,
     FlatPart,
     HostMemory,
     ItemSizes,
@@ -24,6 +25,7 @@ from lightning_zero.formulas import (
     short_count,
     sum_up,
 )
+from lightning_zero.offload.runs import is_adam
 from lightning_zero.partition.elementwise import states_per_element
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import Group, group_parameters
@@ -139,9 +141,20 @@ def estimate_engine(
     on_host, on_nvme = places(stage, tiers.main is not None, rests)
     crosses = any(unit.crosses for unit in engine.units)
     fetched = engine.config.prefetch + 1 if crosses and rests == "nvme" else 0
-    host = HostMemory(crosses, any(unit.copies_all for unit in engine.units), early, late, fetched)
+    files = _file_buffers(engine, states, crosses)
+    host = HostMemory(crosses, any(unit.copies_all for unit in engine.units), early, late, fetched, files)
     moved = main is not None and main.type != device.type
     return sum_up(parts, topology, stage, precision, states, buffers, on_host if moved else (), on_nvme, host)
+
+
+def _file_buffers(engine: ZeroEngine, states: float, crosses: bool) -> FileBuffers:
+    tiers, optimizers = engine.tiers, engine.optimizers
+    in_chunks = [is_adam(one) for one in optimizers if engine.units[0].main.dtype.itemsize == 4]
+    parameters = tiers.files is not None and tiers.parameters is not None
+    return FileBuffers(
+        tiers.main is not None, states * any(in_chunks), states * (not all(in_chunks) or not in_chunks),
+        parameters and not crosses, tiers.gradients is not None, engine.config.prefetch,
+    )  # fmt: skip
 
 
 def estimate_plain(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_zero.settings import (
+    CHUNK_BYTES,
+    CHUNKS_AT_ONCE,
     DEFAULT_UNIT_SIZE_MB,
     RESIDENCE,
     OffloadConfig,
@@ -24,17 +26,21 @@ from lightning_zero.topology import Topology, make_topology
 
 KINDS = ("parameters", "gradients", "master", "optimizer")
 """Model states, by the names under which ``ZeroStrategy.memory_stats`` counts them; ``buffers`` come on top."""
-HOST_KINDS = ("staging", "undo", "delayed_gradients")
-"""What the host holds beside model states: copies on their way, the old bytes of early updates, and gradients whose
-update comes a step late."""
+HOST_KINDS = ("staging", "undo", "delayed_gradients", "file_buffers")
+"""What the host holds beside model states: copies on their way to a device, the old bytes of early updates, gradients whose
+update comes a step late, and what files are read into and written from."""
 
 # Flat buffers of gradients that units need at once: one is filled while two are on their way to their owners.
 _GRADIENT_BUFFERS = 3
 _ON_THEIR_WAY = 2
 # Host memory of one size that copies need at once: new weights, of which one is written while four are leaving, and
-# gradients that come in another dtype than they are kept in.
+# gradients that come in another dtype than they are kept in, or go on to files.
 _WEIGHTS_LEAVING = 5
 _GRADIENTS_LANDING = 3
+_GRADIENTS_TO_FILES = 4
+# Memory for what is read from files that waits for its next use, and gradients of parameters that are worked on at once.
+_IDLE_FILE_BUFFERS = 3
+_GRADIENTS_FETCHED = 2
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,8 @@ class MemoryEstimate:
     """At most, in host memory: what takes early updates back."""
     delayed_gradients: int = 0
     """In host memory: the gradients whose update comes a step late."""
+    file_buffers: int = 0
+    """At most, in host memory: what files are read into and written from."""
 
     @property
     def total(self) -> int:
@@ -236,9 +244,19 @@ class Setting:
         leaves = crosses or (tiers is not None and tiers.parameters == "nvme")
         host = HostMemory(
             crosses, leaves, tiers is not None and tiers.early_update, self.delayed_update,
-            self.prefetch + 1 if crosses and tiers and tiers.parameters == "nvme" else 0,
+            self.prefetch + 1 if crosses and tiers and tiers.parameters == "nvme" else 0, self._file_buffers(crosses),
         )  # fmt: skip
         return sum_up(parts, topology, self.stage, self.precision, self.optimizer_multiplier, buffers, on_host, on_nvme, host)
+
+    def _file_buffers(self, crosses: bool) -> "FileBuffers":
+        tiers, states = self.tiers, self.optimizer_multiplier
+        if tiers is None:
+            return FileBuffers()
+        is_adam = states in (2, 3) and self.precision != "64-true"  # as far as numbers tell
+        main, parameters = tiers.optimizer == "nvme", tiers.parameters == "nvme"
+        return FileBuffers(
+            main, states * is_adam, states * (not is_adam), parameters and not crosses, main and parameters, self.prefetch
+        )
 
 
 @dataclass(frozen=True)
@@ -278,6 +296,42 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class FileBuffers:
+    """What goes through host memory on its way from and to files."""
+
+    main: bool = False
+    """Master weights and optimizer state do."""
+    streamed: float = 0
+    whole: float = 0
+    """Numbers of state per parameter that a step streams in chunks (Adam's), or has there for a whole unit (others')."""
+    parameters: bool = False
+    gradients: bool = False
+    prefetch: int = 1
+
+    def most(self, parts: Sequence[FlatPart], num_shards: int) -> int:
+        trained = [part for part in parts if part.trainable]
+        return self._chunks(trained, num_shards) + self._shards(parts, trained, num_shards)
+
+    def _chunks(self, trained: Sequence[FlatPart], num_shards: int) -> int:
+        if not self.main or not self.streamed:
+            return 0
+        kinds = max((bool(part.sizes.master) or self.parameters for part in trained), default=False)
+        count = sum(-(-part.padded_numel // num_shards * 4 // CHUNK_BYTES) for part in trained)
+        return round(min(count, CHUNKS_AT_ONCE) * (kinds + self.streamed + self.gradients) * CHUNK_BYTES)
+
+    def _shards(self, parts: Sequence[FlatPart], trained: Sequence[FlatPart], num_shards: int) -> int:
+        """Shards of units: being fetched, used and given up, forward and backward."""
+        fetched = 2 * (self.prefetch + 1) if self.parameters else 0
+        largest = max((part.padded_numel * part.sizes.parameters for part in parts), default=0)
+        gradients = max((part.padded_numel * part.sizes.gradients for part in trained), default=0)
+        most = fetched * largest + _GRADIENTS_FETCHED * gradients * self.gradients
+        if self.main and self.whole:
+            mains = max((part.padded_numel * (part.sizes.master or part.sizes.parameters) for part in trained), default=0)
+            most += round((1 + self.whole + _IDLE_FILE_BUFFERS) * mains)
+        return most // num_shards
+
+
+@dataclass(frozen=True)
 class HostMemory:
     """What the host is to hold beside model states."""
 
@@ -290,23 +344,27 @@ class HostMemory:
     """Updates begin before the step, or come a step later."""
     fetched: int = 0
     """Units that are on their way from files to a device at once."""
+    files: FileBuffers = FileBuffers()
 
     def staging(self, parts: Sequence[FlatPart], num_shards: int, stage: int) -> int:
         """Memory is used again by what has its size, so there is some of each size."""
         if not self.leaves:
             return 0
         at_once = _WEIGHTS_LEAVING + self.fetched
-        weights, landing, held = Counter[int](), Counter[int](), 0
+        weights, landing, leaving, held = Counter[int](), Counter[int](), Counter[int](), 0
         for part in (part for part in parts if part.trainable):
             numel = part.padded_numel // num_shards
             weights[numel * part.sizes.parameters] += 1
             if self.crosses and part.sizes.gradients > part.sizes.parameters:
                 landing[numel * part.sizes.parameters] += 1
+            if self.crosses and self.files.gradients:
+                leaving[numel * part.sizes.gradients] += 1
             if self.crosses and RESIDENCE[stage].whole_gradients:
                 held += numel * part.sizes.gradients  # reduced, beside the whole ones on the device
         # Weights that are computed before their time wait for it.
         waits = self.early or self.late
         held += sum(size * (count if waits else min(count, at_once)) for size, count in weights.items())
+        held += sum(size * min(count, _GRADIENTS_TO_FILES) for size, count in leaving.items())
         return held + sum(size * min(count, _GRADIENTS_LANDING) for size, count in landing.items())
 
     def undo(self, parts: Sequence[FlatPart], num_shards: int, states: float) -> int:
@@ -469,4 +527,5 @@ def sum_up(
         staging=host.staging(parts, topology.num_shards, stage),
         undo=host.undo(parts, topology.num_shards, states),
         delayed_gradients=host.delayed_gradients(parts, topology.num_shards),
+        file_buffers=host.files.most(parts, topology.num_shards),
     )

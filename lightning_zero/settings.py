@@ -13,6 +13,13 @@ DEFAULT_UNIT_SIZE_MB = 32.0
 _MIN_UNITS = 8
 _SMALLEST_UNIT_BYTES = 2**20
 
+CHUNK_BYTES = 4 * 2**20
+"""In which a step reads and writes files, of fp32 elements. Disks reach their speed with less, and the kernel finds what it
+read last in its cache."""
+CHUNKS_AHEAD = 2
+CHUNKS_AT_ONCE = CHUNKS_AHEAD + 2
+"""In memory: those read ahead, the one in use, and one being written."""
+
 
 @dataclass(frozen=True)
 class OffloadConfig:
@@ -27,6 +34,9 @@ class OffloadConfig:
     nvme_path: str | None = None
     """Folder for what is ``"nvme"``: on a local disk, the faster the better. Each rank makes a folder of its own in it,
     which is gone when the run ends."""
+    checksums: bool = False
+    """Whether blocks that are read from files are compared with what was written to them: a disk that gives back other
+    bytes ends the run with an error."""
     num_threads: int | None = None
     """Threads of each rank's step; ``None`` shares the host's cores among its ranks."""
     bind_threads: bool = False
@@ -51,6 +61,10 @@ class OffloadConfig:
                 f"OffloadConfig(nvme_path={self.nvme_path!r}) has nothing to put there: set optimizer='nvme' or"
                 " parameters='nvme'."
             )
+        if self.checksums and not self.uses_nvme:
+            raise ValueError(
+                "OffloadConfig(checksums=True) has nothing to check: set optimizer='nvme' or parameters='nvme'."
+            )
         if self.optimizer == "nvme" and self.early_update:
             raise ValueError(
                 "OffloadConfig(optimizer='nvme', early_update=True): to take an early update back, its old masters and state"
@@ -60,7 +74,7 @@ class OffloadConfig:
             raise ValueError(f"OffloadConfig.num_threads must be an integer of at least 1, got {self.num_threads!r}")
         if not isinstance(self.nvme_path, (str, os.PathLike, NoneType)):
             raise TypeError(f"OffloadConfig.nvme_path must be the path of a folder, got {self.nvme_path!r}")
-        for name in ("early_update", "pin_memory", "bind_threads"):
+        for name in ("checksums", "early_update", "pin_memory", "bind_threads"):
             if not isinstance(getattr(self, name), (bool, NoneType)):
                 raise TypeError(f"OffloadConfig.{name} must be True or False, got {getattr(self, name)!r}")
 

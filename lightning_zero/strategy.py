@@ -495,8 +495,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
 
         Kinds: ``parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers`` (unsharded flat buffers of units); in
         host memory beside them ``staging`` (copies on their way between device and host), ``undo`` (to take early updates
-        back) and ``delayed_gradients`` (whose update comes a step late); and ``activations`` that are kept in memory of
-        their own. What waits for its next use counts as well.
+        back), ``delayed_gradients`` (whose update comes a step late) and ``file_buffers`` (what files are read into and
+        written from); and ``activations`` that are kept in memory of their own. What waits for its next use counts as well.
         The kinds have their peaks at different times, ``peak_total`` is the most that all of them took at once.
         """
         engine = self.engine or self._optimizer_engine
@@ -539,8 +539,9 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         finally:
             if self._tiers is not None and self._tiers.files is not None:
                 self._tiers.files.close()
-        if self._link is not None and not self._interrupted:
-            self._link.clear()
+        memory = self._link or (None if self._tiers is None else self._tiers.memory)
+        if memory is not None and not self._interrupted:
+            memory.clear()
         if self._recomputation is not None:
             self._recomputation.remove()
             self._recomputation = None

@@ -21,6 +21,8 @@ Account = Callable[[str, int], None]
 """Called with a kind and the bytes that are held from now on under that kind, or given up (negative)."""
 STAGING = "staging"
 """The kind of what is on its way between device and host."""
+FILE_BUFFERS = "file_buffers"
+"""The kind of host memory that files are read into and written from."""
 
 
 def count_nowhere(kind: str, nbytes: int) -> None:

@@ -25,8 +25,8 @@ class MemoryMonitor(pl.Callback):
 
     Every ``every_n_steps`` optimizer steps the Trainer's loggers get, as ``_max`` and ``_mean`` over the ranks: bytes of
     model states by kind (``memory/parameters``, ``gradients``, ``master``, ``optimizer``, ``buffers``, what is
-    held beside them (``activations`` in memory of their own; in host memory ``staging``, ``undo`` and
-    ``delayed_gradients``), ``other``, ``total``, wherever they rest, and ``nvme``, what is taken in files) and the peak of their total,
+    held beside them (``activations`` in memory of their own; in host memory ``staging``, ``undo``,
+    ``delayed_gradients`` and ``file_buffers``), ``other``, ``total``, wherever they rest, and ``nvme``, what is taken in files) and the peak of their total,
     ``memory/residual`` (what the peak holds beside them: activations and temporary memory; on a CPU everything else in
     the process too), the process' resident memory (``memory/rss``), what the host has left (``memory/host_available``,
     its minimum and mean), and the device allocator's figures where there is a device. Per step, as means since the last measurement: ``step/bytes_sent``, by collective too, ``step/seconds``

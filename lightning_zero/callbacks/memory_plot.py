@@ -23,9 +23,10 @@ _COLORS = {
     "staging": "#F0E442",
     "undo": "#B8B03A",
     "delayed_gradients": "#F5CE86",
+    "file_buffers": "#8C7CC0",
     OTHER: "#999999",
 }
-_LABELS = {"optimizer": "optimizer state", "master": "master weights", BUFFERS: "buffers in use", IDLE: "idle buffers", "delayed_gradients": "delayed gradients"}
+_LABELS = {"optimizer": "optimizer state", "master": "master weights", BUFFERS: "buffers in use", IDLE: "idle buffers", "delayed_gradients": "delayed gradients", "file_buffers": "file buffers"}
 _SPANS = {
     UNSHARDED: ("#009E73", "unsharded"),
     GATHERING: ("#B5E3D3", "being gathered"),

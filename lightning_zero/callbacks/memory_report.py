@@ -20,6 +20,7 @@ _LABELS = {
     "staging": "staging",
     "undo": "undo data",
     "delayed_gradients": "late grads",
+    "file_buffers": "file buffers",
     OTHER: "other",
 }
 _MORE = {
@@ -30,6 +31,7 @@ _MORE = {
     "staging": "units of more sizes than at first",
     "undo": "the optimizer keeps more state than a trial step on a small tensor showed",
     "delayed_gradients": "gradients are kept in a wider dtype than the parameters",
+    "file_buffers": "gradients were summed in files, or what rests there was looked at",
     BUFFERS: "reductions were slow to end, more units were unsharded at once (read outside of a step, used by several"
     " modules), or gradients were sent in another dtype than they are collected in",
 }
@@ -41,6 +43,7 @@ _LESS = {
     "staging": "copies were quick, so that less memory was under way at once",
     "undo": "the unit whose gradients come last is not updated early, or early updates did not pay",
     "delayed_gradients": "not every parameter has had a gradient, or the run ended before updates were delayed",
+    "file_buffers": "fewer units were fetched at once, or there was no step",
     BUFFERS: "fewer units were under way at once: reductions were quick, or units were not used",
 }
 

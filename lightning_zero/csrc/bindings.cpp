@@ -1,9 +1,9 @@
 // The Python face of the kernels. Buffers arrive as addresses: what they are (dtype, device, layout, length) has been
 // checked by lightning_zero.ops, the only caller.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
@@ -52,19 +52,22 @@ NB_MODULE(_kernels, m) {
             "wait",
             [](Transfer& transfer) {
                 const Transfer::Result result = transfer.wait();
-                return std::make_pair(result.error, result.bytes);
+                return std::make_tuple(result.error, result.bytes, result.changed);
             },
             nb::call_guard<nb::gil_scoped_release>())
         .def("done", &Transfer::done);
+    nb::class_<BlockSums>(m, "BlockSums").def(nb::init<>()).def("extend", &BlockSums::extend);
     nb::class_<FileQueue>(m, "FileQueue")
         .def(nb::init<int>(), nb::arg("threads"))
         .def("busy_seconds", &FileQueue::busy_seconds)
         .def(
             "submit",
-            [](FileQueue& queue, int file, bool write, uintptr_t buffer, int64_t bytes, int64_t offset, int64_t align) {
-                return queue.submit(file, write, pointer<void>(buffer), bytes, offset, align);
+            [](FileQueue& queue, int file, bool write, uintptr_t buffer, int64_t bytes, int64_t offset, int64_t align,
+               std::shared_ptr<BlockSums> sums) {
+                return queue.submit(file, write, pointer<void>(buffer), bytes, offset, align, std::move(sums));
             },
-            nb::call_guard<nb::gil_scoped_release>());
+            nb::arg("file"), nb::arg("write"), nb::arg("buffer"), nb::arg("bytes"), nb::arg("offset"), nb::arg("align"),
+            nb::arg("sums").none(), nb::call_guard<nb::gil_scoped_release>());
     m.def("available_isas", &available_isas);
     m.def(
         "adam_step",

@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "block_sums.h"
+
 namespace lightning_zero {
 
 // One range of a file on its way. The buffer belongs to the transfer until wait() returns.
@@ -18,6 +20,7 @@ public:
     struct Result {
         int error;      // errno of the first piece that failed, or 0
         int64_t bytes;  // that went through, which is less than asked for where a file ends early
+        int64_t changed;  // offset of a block that is not as it was written, or -1
     };
 
     // Returns when the transfer is over, again and again the same.
@@ -29,14 +32,15 @@ private:
     std::mutex mutex_;
     std::condition_variable over_;
     int64_t pieces_left_ = 0;
-    Result result_{0, 0};
+    Result result_{0, 0, -1};
 };
 
 // `threads` workers that carry out transfers, cut into pieces of at most kPiece bytes, in the order of their coming.
 //
 // With `align` above 1 the file was opened for direct access: its offsets, lengths and memory are then multiples of
 // that. What is not goes through an aligned buffer of the worker: a read of the blocks around it, and for a write the
-// blocks at its ends are read first. So two writes under way may not touch the same block.
+// blocks at its ends are read first. So two writes under way may not touch the same block. With `sums`, for which `align` is a
+// multiple of their blocks, what is read is compared with what was written.
 class FileQueue {
 public:
     static constexpr int64_t kPiece = int64_t{1} << 20;
@@ -49,7 +53,8 @@ public:
     // How long there has been something to do since the start.
     double busy_seconds();
 
-    std::shared_ptr<Transfer> submit(int file, bool write, void* buffer, int64_t bytes, int64_t offset, int64_t align);
+    std::shared_ptr<Transfer> submit(int file, bool write, void* buffer, int64_t bytes, int64_t offset, int64_t align,
+                                     std::shared_ptr<BlockSums> sums);
 
 private:
     struct Piece {
@@ -58,6 +63,7 @@ private:
         bool write;
         char* buffer;
         int64_t bytes, offset, align;
+        std::shared_ptr<BlockSums> sums;
     };
     class Bounce;
 

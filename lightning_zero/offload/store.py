@@ -7,6 +7,7 @@ as long as somebody holds them. A run that is killed leaves its folder, whose lo
 the same path, of whatever rank, removes it.
 """
 
+import ctypes
 import errno
 import os
 import re
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.ops import BLOCK_BYTES, FileQueue, FileTransfer, OpenFile
-from lightning_zero.transfer import Link, Transfer
+from lightning_zero.transfer import FILE_BUFFERS, Account, Link, Transfer, count_nowhere
 
 _FOLDER = re.compile(r"lightning_zero-rank\d+-\d+$")
 _LOCK = "lock"
@@ -40,12 +41,15 @@ _living: set[str] = set()
 class Store:
     """Room for 1-D tensors in files below ``path``. Raises OSError where they cannot be made."""
 
-    def __init__(self, path: str | os.PathLike, rank: int) -> None:
+    def __init__(self, path: str | os.PathLike, rank: int, account: Account = count_nowhere, checksums: bool = False) -> None:
         if fcntl is None:
             raise NotImplementedError("OffloadConfig(optimizer='nvme') and parameters='nvme' need file locks, which Windows lacks.")
+        self._checksums = checksums
         self._path, self._rank = os.path.abspath(path), rank
         self.queue = FileQueue(_THREADS)
-        self.memory = AlignedPool()
+        self.account = account
+        """Of the host memory that files are read into."""
+        self.memory = AlignedPool(account)
         self.nbytes = 0
         """Taken on the disk."""
         self._files: dict[str, OpenFile] = {}
@@ -68,7 +72,7 @@ class Store:
     def place(self, name: str, numel: int, dtype: torch.dtype, link: Link | None = None) -> "FilePlace":
         """Room for ``numel`` elements at the end of the file ``name``, zeros at first. Raises OSError if there is none."""
         if name not in self._files:
-            self._files[name] = OpenFile(os.path.join(self.folder, name))
+            self._files[name] = OpenFile(os.path.join(self.folder, name), self._checksums)
             self._ends[name] = 0
         nbytes = -(-numel * dtype.itemsize // BLOCK_BYTES) * BLOCK_BYTES
         self._files[name].allocate(self._ends[name], nbytes)
@@ -93,6 +97,7 @@ class Store:
     def close(self) -> None:
         """Remove the names. What has a place can still be read and written."""
         self._remove()
+        self.memory.clear()
 
     def open(self) -> "Store":
         """Itself, or another one in the same place if this one is closed."""
@@ -148,7 +153,9 @@ class _ToDevice:
     """From a file through the link's host memory."""
 
     def __init__(self, link: Link, host: Tensor, read: FileTransfer, into: Tensor) -> None:
-        self._link, self._host, self._read, self._into = link, host, read, into
+        self._link, self._read = link, read
+        self._ends: tuple[Tensor, Tensor] | None = (host, into)
+        """Not longer than they are needed: who has waited keeps the transfer."""
         self._sent: Transfer | None = None
 
     def wait(self) -> None:
@@ -158,10 +165,13 @@ class _ToDevice:
         self._send().synchronize()
 
     def _send(self) -> Transfer:
-        if self._sent is None:
+        if self._sent is None and self._ends is not None:
+            (host, into), self._ends = self._ends, None
             self._read.synchronize()
-            self._sent = self._link.upload(self._host, self._into)
-            self._link.give(self._host, after=self._sent)
+            self._sent = self._link.upload(host, into)
+            self._link.give(host, after=self._sent)
+        if self._sent is None:
+            raise AssertionError("a transfer that has failed was waited for again")
         return self._sent
 
 
@@ -220,7 +230,8 @@ class AlignedPool:
     """A little host memory for what is read from files, used again: new memory costs page faults, and what is not aligned a
     copy. Memory that somebody still looks into is not used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: Account = count_nowhere) -> None:
+        self._account = account
         self._idle: list[Tensor] = []
         self._lock = threading.Lock()
 
@@ -230,7 +241,7 @@ class AlignedPool:
             for index, memory in enumerate(self._idle):
                 if nbytes <= memory.nbytes <= 2 * nbytes:
                     return self._idle.pop(index)[:nbytes]
-        return aligned(nbytes)
+        return aligned(nbytes, self._account)
 
     def give(self, memory: Tensor) -> None:
         storage = memory.untyped_storage()
@@ -242,10 +253,21 @@ class AlignedPool:
         with self._lock:
             self._idle = [*self._idle, whole][-_IDLE:]
 
+    def clear(self) -> None:
+        """Let go of what nobody uses."""
+        with self._lock:
+            self._idle = []
 
-def aligned(nbytes: int) -> Tensor:
-    """Bytes of host memory that pass to a disk without a copy."""
-    memory = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8)
+
+def aligned(nbytes: int, account: Account = count_nowhere) -> Tensor:
+    """Bytes of host memory that pass to a disk without a copy, counted until the last tensor over them is gone."""
+    own = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8)
+    # Something that the storage holds, and whose end is noticed.
+    owner = (ctypes.c_char * own.nbytes).from_address(own.data_ptr())
+    owner.memory = own  # type: ignore[attr-defined]
+    account(FILE_BUFFERS, own.nbytes)
+    weakref.finalize(owner, account, FILE_BUFFERS, -own.nbytes).atexit = False
+    memory = torch.frombuffer(owner, dtype=torch.uint8)
     start = -memory.data_ptr() % BLOCK_BYTES
     return memory[start : start + nbytes]
 

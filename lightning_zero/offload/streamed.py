@@ -3,7 +3,7 @@
 [Note: streaming a step]
 The masters, each kind of Adam's state and, where they rest there, the gradients of a unit are ranges of files, cut at the
 same elements into chunks. While the kernel updates one chunk in memory, the next ones are being read and the last ones
-written, each byte once in either direction (gradients are only read). The buffers are ``_DEPTH`` sets of one chunk of each
+written, each byte once in either direction (gradients are only read). The buffers are ``CHUNKS_AT_ONCE`` sets of one chunk of each
 kind: with Adam 48 MiB, 64 MiB with gradients, whatever the size of the model. State that no update has made yet is what a new file reads as, zeros.
 """
 
@@ -23,13 +23,8 @@ from lightning_zero.partition.elementwise import is_moment
 from lightning_zero.partition.optimizer import UpdateGroup, stand_in
 from lightning_zero.partition.rest import Place, Rested, resting
 from lightning_zero.partition.unit import Unit
+from lightning_zero.settings import CHUNK_BYTES, CHUNKS_AHEAD, CHUNKS_AT_ONCE
 from lightning_zero.transfer import Link, Transfer
-
-CHUNK_BYTES = 4 * 2**20
-"""Of fp32 elements. Disks reach their speed with less, and the kernel finds what it read last in its cache."""
-_AHEAD = 2
-_DEPTH = _AHEAD + 2
-"""Chunks in memory: those read ahead, the one in use, and one being written."""
 
 
 class StreamedUpdate:
@@ -127,14 +122,14 @@ class StreamedUpdate:
         writes: dict[int, list[Transfer]] = defaultdict(list)  # by set of buffers
         try:
             for position, chunk in enumerate(chunks):
-                for ahead in range(position, min(position + _AHEAD + 1, len(chunks))):
+                for ahead in range(position, min(position + CHUNKS_AHEAD + 1, len(chunks))):
                     if ahead not in reads:
-                        _wait(writes.pop(ahead % _DEPTH, []))  # its buffers are free again
-                        reads[ahead] = chunks[ahead].read(self._buffers_of(ahead % _DEPTH, chunks[ahead]))
+                        _wait(writes.pop(ahead % CHUNKS_AT_ONCE, []))  # its buffers are free again
+                        reads[ahead] = chunks[ahead].read(self._buffers_of(ahead % CHUNKS_AT_ONCE, chunks[ahead]))
                 _wait(reads[position])
                 self.has_changed = True
                 chunk.update(self._threads)
-                writes[position % _DEPTH] = chunk.write()
+                writes[position % CHUNKS_AT_ONCE] = chunk.write()
                 if chunk.is_last:
                     chunk.job.finish()
             _wait([transfer for some in writes.values() for transfer in some])
@@ -147,7 +142,7 @@ class StreamedUpdate:
     def _buffers_of(self, number: int, chunk: "_Chunk") -> list[Tensor]:
         buffers = self._buffers[number]
         while len(buffers) < chunk.count:
-            buffers.append(aligned(CHUNK_BYTES).view(torch.float32))
+            buffers.append(aligned(CHUNK_BYTES, self._store.account).view(torch.float32))
         return buffers
 
     def run_early(self, optimizer: Optimizer, groups: list[UpdateGroup]) -> None:

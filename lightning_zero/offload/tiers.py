@@ -18,7 +18,7 @@ def make_tiers(
     """None where all shards rest where they are used. Raises OSError if files cannot be made."""
     if offload is None:
         return None
-    store = Store(offload.nvme_path or "", rank) if uses_files(offload, fitting) else None
+    store = Store(offload.nvme_path or "", rank, account, offload.checksums) if uses_files(offload, fitting) else None
     parameters: Places | None = None
     if offload.parameters == "nvme" and store is not None:
         parameters = store if link is None else DeviceFiles(store, link)

@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,9 +20,13 @@ BLOCK_BYTES = 4096
 class OpenFile:
     """A file to read and write at offsets, past the page cache where its file system can do that."""
 
-    def __init__(self, path: str) -> None:
-        """Make the file. Raises OSError."""
+    def __init__(self, path: str, checksums: bool = False) -> None:
+        """Make the file. With ``checksums`` what is read is compared with what was written. Raises OSError."""
         self.path = path
+        self.sums: Any = None
+        """Of the blocks that :meth:`allocate` has made."""
+        if checksums:
+            self.sums = _PythonSums() if kernels is None else kernels.BlockSums()
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._plain = self.descriptor
         if kernels is not None and hasattr(os, "O_DIRECT"):
@@ -46,6 +51,8 @@ class OpenFile:
             raise _error(
                 error.errno, f"there is no room for {nbytes} bytes, {free.f_bavail * free.f_frsize} are free", self.path
             ) from error
+        if self.sums is not None:
+            self.sums.extend(start // BLOCK_BYTES, nbytes // BLOCK_BYTES)
 
     def close(self) -> None:
         for descriptor in {self.descriptor, self._plain}:
@@ -62,13 +69,22 @@ class FileTransfer:
         self._transfer = transfer
 
     def wait(self) -> None:
-        """Return when it is done. Raises OSError with the path, and how many bytes went through, if it failed."""
+        """Return when it is done. Raises OSError with the path, and how many bytes went through, if it failed; or with the
+        block that is not as it was written."""
         if self._transfer is None:
             return
         start = time.perf_counter()
-        number, done = self._transfer.wait()
+        number, done, changed = self._transfer.wait()
         self._queue.waited_seconds += time.perf_counter() - start
         self._transfer = self._tensor = None
+        if changed >= 0:
+            raise _error(
+                errno.EIO,
+                f"{self._what} {self._nbytes} bytes at offset {self._offset}: the bytes {changed} to"
+                f" {changed + BLOCK_BYTES} of the file are not those that were written (checksum). The disk has changed"
+                " them, or another program has",
+                self._file.path,
+            )
         if number or done != self._nbytes:
             raise _error(
                 number or errno.EIO,
@@ -109,8 +125,8 @@ class FileQueue:
     def _submit(self, file: OpenFile, write: bool, tensor: Tensor, offset: int) -> FileTransfer:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise AssertionError(f"files take contiguous CPU tensors, not {tensor.device} with strides {tensor.stride()}")
-        align = BLOCK_BYTES if file.is_direct else 1
-        transfer = self._queue.submit(file.descriptor, write, tensor.data_ptr(), tensor.nbytes, offset, align)
+        align = BLOCK_BYTES if file.is_direct or file.sums is not None else 1
+        transfer = self._queue.submit(file.descriptor, write, tensor.data_ptr(), tensor.nbytes, offset, align, file.sums)
         return FileTransfer(self, file, "writing" if write else "reading", tensor, offset, transfer)
 
 
@@ -126,13 +142,20 @@ class _PythonQueue:
         with self._lock:
             return self._busy + (time.perf_counter() - self._since if self._under_way else 0.0)
 
-    def submit(self, file: int, write: bool, buffer: int, nbytes: int, offset: int, align: int) -> "_PythonTransfer":
+    def submit(
+        self, file: int, write: bool, buffer: int, nbytes: int, offset: int, align: int, sums: "_PythonSums | None"
+    ) -> "_PythonTransfer":
         self._count(1)
-        return _PythonTransfer(self._pool.submit(self._carry_out, file, write, buffer, nbytes, offset))
+        return _PythonTransfer(self._pool.submit(self._carry_out, file, write, buffer, nbytes, offset, sums))
 
-    def _carry_out(self, *piece: Any) -> tuple[int, int]:
+    def _carry_out(
+        self, file: int, write: bool, buffer: int, nbytes: int, offset: int, sums: "_PythonSums | None"
+    ) -> tuple[int, int, int]:
+        memory = memoryview((ctypes.c_char * nbytes).from_address(buffer)).cast("B")
         try:
-            return _move(*piece)
+            if sums is not None:
+                return sums.move(file, write, memory, offset)
+            return (*_move(file, write, memory, offset), -1)
         finally:
             self._count(-1)  # before anybody who waits goes on
 
@@ -148,13 +171,57 @@ class _PythonTransfer:
     def __init__(self, future: Any) -> None:
         self._future = future
 
-    def wait(self) -> tuple[int, int]:
+    def wait(self) -> tuple[int, int, int]:
         return self._future.result()
 
 
-def _move(file: int, write: bool, buffer: int, nbytes: int, offset: int) -> tuple[int, int]:
-    memory, done = memoryview((ctypes.c_char * nbytes).from_address(buffer)).cast("B"), 0
-    while done < nbytes:
+class _PythonSums:
+    """The twin of the native checksums, for one transfer of a file at a time."""
+
+    def __init__(self) -> None:
+        self._sums: list[int] = []
+        self._lock = threading.Lock()
+
+    def extend(self, first: int, count: int) -> None:
+        zeros = zlib.crc32(bytes(BLOCK_BYTES))
+        with self._lock:
+            self._sums += [zeros] * (first + count - len(self._sums))
+
+    def move(self, file: int, write: bool, memory: memoryview, offset: int) -> tuple[int, int, int]:
+        """The errno, the bytes that went through, and the offset of a block that has changed, or -1."""
+        stop = offset + len(memory)
+        first, last = offset // BLOCK_BYTES * BLOCK_BYTES, -(-stop // BLOCK_BYTES) * BLOCK_BYTES
+        blocks = memoryview(bytearray(last - first))
+        own = blocks[offset - first : stop - first]
+        with self._lock:
+            # What is beside the range in the blocks at its ends stays as it is.
+            partial = [start for start, is_cut in ((first, first < offset), (last - BLOCK_BYTES, stop < last)) if is_cut]
+            ends = sorted(set(partial)) if write else [first]
+            size = BLOCK_BYTES if write else last - first
+            for start in ends:
+                error, done = _move(file, False, blocks[start - first :][:size], start)
+                changed = self._changed(blocks[start - first :][:done], start)
+                if error or changed >= 0:
+                    return error or errno.EIO, 0, changed
+            if not write:
+                memory[:] = own
+                return 0, max(0, min(done - (offset - first), len(memory))), -1
+            own[:] = memory
+            error, done = _move(file, True, blocks, first)
+            for start in range(0, done - BLOCK_BYTES + 1, BLOCK_BYTES):
+                self._sums[(first + start) // BLOCK_BYTES] = zlib.crc32(blocks[start : start + BLOCK_BYTES])
+            return error, max(0, min(done - (offset - first), len(memory))), -1
+
+    def _changed(self, blocks: memoryview, offset: int) -> int:
+        for start in range(0, len(blocks) - BLOCK_BYTES + 1, BLOCK_BYTES):
+            if zlib.crc32(blocks[start : start + BLOCK_BYTES]) != self._sums[(offset + start) // BLOCK_BYTES]:
+                return offset + start
+        return -1
+
+
+def _move(file: int, write: bool, memory: memoryview, offset: int) -> tuple[int, int]:
+    done = 0
+    while done < len(memory):
         try:
             part = memory[done:]
             now = os.pwrite(file, part, offset + done) if write else os.preadv(file, [part], offset + done)

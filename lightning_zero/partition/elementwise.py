@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.partition.rest import bytes_of
+
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times per step through its closure and mixes all elements in its line search",
     "Adafactor": "it factors the second moment of whole matrices",
@@ -96,7 +98,7 @@ def probe(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Param
         for state in optimizer.state.values():
             if isinstance(state, dict):
                 other.state[parameter] = {
-                    k: torch.full_like(parameter, float(v.flatten()[0]) if v.numel() else 0.0)
+                    k: torch.full_like(parameter, float(bytes_of(v).flatten()[0]) if v.numel() else 0.0)
                     if is_moment(v, None)
                     else copy_value(v)
                     for k, v in state.items()

@@ -99,8 +99,8 @@ class UnitGradients:
         self._shown: dict[int, Tensor] = {}
         """Local gradients in the parameters' dtype, where the local sum is wider."""
         self._link = link
-        self._landing_kind = STAGING if whole else "gradients"
-        """Where gradients rest whole on the device, what has come to the host is on its way to the update."""
+        self._landing_kind = STAGING if whole or places is not None else "gradients"
+        """Where gradients rest whole on the device, or in files, what has come to the host is on its way."""
         self._landing: tuple[Tensor, Transfer] | None = None
         """Host memory that the reduced sum is on its way to."""
         device = unit.buffer.shard.device

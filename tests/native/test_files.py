@@ -29,9 +29,10 @@ def random_bytes(count: int, seed: int) -> Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_any_range_from_any_memory(queue: FileQueue, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checksums", [False, True])
+def test_any_range_from_any_memory(queue: FileQueue, tmp_path: Path, checksums: bool) -> None:
     """Offsets, lengths and addresses with and without alignment, over several pieces of 1 MiB."""
-    file = OpenFile(str(tmp_path / "file"))
+    file = OpenFile(str(tmp_path / "file"), checksums)
     size = 3 * 2**20 + 5 * BLOCK_BYTES
     file.allocate(0, size)
     expected = torch.zeros(size, dtype=torch.uint8)
@@ -65,6 +66,66 @@ def test_many_at_once(queue: FileQueue, tmp_path: Path) -> None:
         transfer.wait()  # again does nothing
     assert all(map(torch.equal, intos, parts))
     assert queue.read_bytes == queue.written_bytes == 64 * 3 * BLOCK_BYTES
+    file.close()
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 0x80]))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def test_what_the_disk_has_changed_is_noticed(queue: FileQueue, tmp_path: Path) -> None:
+    """A flipped bit, half a block of before, a block of before, a block of zeros; read, or beside what is written."""
+    path = tmp_path / "file"
+    file = OpenFile(str(path), checksums=True)
+    size = 2 * 2**20 + 4 * BLOCK_BYTES
+    file.allocate(0, size)
+    old, new = random_bytes(size, 0), random_bytes(size, 1)
+    queue.write(file, 0, old).wait()
+    before = path.read_bytes()
+    queue.write(file, 0, new).wait()
+    into = torch.empty_like(new)
+    block = 2**20 + 2 * BLOCK_BYTES
+    stale = before[block : block + BLOCK_BYTES]
+    for start, content in ((block, b""), (block, stale[:2048]), (block, stale), (block, bytes(BLOCK_BYTES))):
+        if content:
+            with open(path, "r+b") as stream:
+                stream.seek(start)
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+        else:
+            flip(path, start + 77)
+        told = f"reading {size} bytes at offset 0: the bytes {block} to {block + BLOCK_BYTES} of the file are not those"
+        with pytest.raises(OSError, match=f"{told} that were written .*'{path}'"):
+            queue.read(file, 0, into).wait()
+        with pytest.raises(OSError, match="reading 8 bytes at offset"):
+            queue.read(file, block + 1000, into[:8]).wait()
+        with pytest.raises(OSError, match="writing 5 bytes at offset"):
+            queue.write(file, block + 3000, old[:5]).wait()
+        queue.read(file, 0, into[:block]).wait()  # what is whole can be read
+        queue.write(file, block, new[block : block + BLOCK_BYTES]).wait()
+        queue.read(file, 0, into).wait()
+        assert torch.equal(into, new)
+    file.close()
+
+
+def test_neighbours_in_a_block_are_written_while_others_are_read(queue: FileQueue, tmp_path: Path) -> None:
+    file = OpenFile(str(tmp_path / "file"), checksums=True)
+    file.allocate(0, BLOCK_BYTES)
+    values = random_bytes(1000, 0)
+    queue.write(file, 2000, values).wait()
+    for number in range(300):
+        write = queue.write(file, 0, random_bytes(1000, number))
+        into = torch.empty_like(values)
+        queue.read(file, 2000, into).wait()
+        write.wait()
+        assert torch.equal(into, values)
     file.close()
 
 

@@ -95,8 +95,10 @@ def in_chunks(cases: list[Any]) -> list[Any]:
 def test_units_of_many_chunks(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ZERO_ISA", isa)
     cases = [(1, {}), (3, {}), (2, {"precision": "bf16-mixed"}), (3, {"precision": "bf16-true"})]
+    checked = OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path=FILES, checksums=True)
     cases = [(Wide, stage, IN_FILES, {"strategy": {"unit_size_mb": 1.0}, **kwargs}) for stage, kwargs in cases]  # type: ignore[misc]
     cases += [(Wide, 3, ALL_IN_FILES, {"strategy": {"unit_size_mb": 1.0}, "precision": flag}) for flag in ("32-true", "bf16-true")]  # type: ignore[misc]
+    cases += [(Wide, 3, checked, {"strategy": {"unit_size_mb": 1.0}, "precision": "bf16-true"})]  # type: ignore[misc]
     for found in run(2, in_chunks, cases):
         for case, wrong in found:
             assert wrong == [], case
@@ -364,6 +366,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "delayed": (lambda: ZeroStrategy(offload=IN_FILES, delayed_update=True), "does not go with OffloadConfig"),
     "early": (lambda: OffloadConfig(optimizer="nvme", nvme_path="x", early_update=True), "Leave early_update out"),
     "no path": (lambda: OffloadConfig(optimizer="nvme"), "needs nvme_path"),
+    "checks nothing": (lambda: OffloadConfig(checksums=True), "checksums=True.* has nothing to check"),
     "path for nothing": (lambda: OffloadConfig(nvme_path="x"), "has nothing to put there"),
     "unknown optimizer": (lambda: OffloadConfig(optimizer="disk"), "must be 'cpu' or 'nvme', got 'disk'"),  # type: ignore[arg-type]
     "unknown parameters": (lambda: OffloadConfig(parameters="gpu"), "None, 'cpu' or 'nvme', got 'gpu'"),  # type: ignore[arg-type]

@@ -46,6 +46,14 @@ class Does(pl.Callback):
             os.dup2(os.open(file.path, os.O_RDONLY), file.descriptor)
         elif self.what == "fills the disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        elif self.what.startswith("flips") and rank() == trainer.world_size - 1:
+            with open(os.path.join(folder, self.what.split()[1]), "r+b") as file:
+                file.seek(4096 + 77)
+                byte = file.read(1)[0]
+                file.seek(4096 + 77)
+                file.write(bytes([byte ^ 1]))
+                file.flush()
+                os.fsync(file.fileno())
         elif self.what == "raises":
             raise KeyError("on purpose")
         elif self.what == "stops":
@@ -63,13 +71,13 @@ def fit(what: str, path: str, stage: int = 2, precision: str = "32-true", **kwar
     trainer = make_trainer(".", strategy=strategy, max_epochs=1, callbacks=[does], precision=precision)
     error: BaseException | None = None
     try:
-        trainer.fit(module, DataLoader(RandomData(12, 64), batch_size=2))
+        trainer.fit(module, DataLoader(RandomData(12 * trainer.world_size, 64), batch_size=2))
     except (OSError, RuntimeError, KeyError, SIGTERMException) as caught:
         error = caught
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     same = None
-    if does.weights and not isinstance(error, OSError):
+    if does.weights and not isinstance(error, (OSError, RuntimeError)):
         same = all(map(torch.equal, does.weights, module.parameters()))
     elif does.weights:
         with suppress(RuntimeError):
@@ -109,6 +117,34 @@ def test_files_deleted_under_a_run_stay_its_own(tmp_path: Path) -> None:
     [[nothing, deleted]] = run(1, several, [("nothing", 2, "32-true"), ("deletes", 2, "32-true")], str(tmp_path))
     assert nothing[0] == deleted[0] == "NoneType: None"
     assert deleted[2] == []
+
+
+def flipped(path: str) -> list[Any]:
+    return [fit(f"flips {name}", path, 2, "bf16-true", checksums=True) for name in ("master", "0.exp_avg_sq")]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_bit_that_the_disk_has_flipped_ends_the_run(world: int, tmp_path: Path) -> None:
+    results = run(world, flipped, str(tmp_path))
+    last = world - 1
+    told = "reading {} bytes at offset {}: the bytes 4096 to 8192 of the file are not those that were written (checksum)"
+    size = 4 * 64 * 64 // world
+    for number, name in enumerate(("master", "0.exp_avg_sq")):
+        offset = 0 if size > 4096 else 4096
+        for rank_, by_name in enumerate(results):
+            error, _, left = by_name[number]
+            assert told.format(size, offset) in error, error
+            assert f"'{tmp_path}/lightning_zero-rank{last}-0/{name}'" in error
+            assert left == []
+            assert error.startswith("OSError" if rank_ == last else f"RuntimeError: Rank {last} could not carry out")
+    if world == 1:
+        error, _, left = run(1, partial(fit, parameters="nvme", checksums=True), "flips parameters", str(tmp_path), 3)[0]
+        assert "the bytes 4096 to 8192 of the file are not those that were written (checksum)" in error
+        assert f"'{tmp_path}/lightning_zero-rank0-0/parameters'" in error
+        # A disk that is sound, and a run that does not look.
+        nothing = run(1, partial(fit, parameters="nvme", checksums=True), "nothing", str(tmp_path), 3)[0]
+        unseen = run(1, fit, "flips master", str(tmp_path), 2, "bf16-mixed")[0]
+        assert (nothing[0], unseen[0]) == ("NoneType: None", "NoneType: None")
 
 
 def no_room(path: str) -> tuple[Any, ...]:
