@@ -123,4 +123,20 @@ NB_MODULE(_kernels, m) {
                        pointer<const float>(factors), num_threads);
         },
         nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "encode_blocks",
+        [](const std::string& isa, int64_t blocks, uintptr_t x, int dtype, uintptr_t codes, uintptr_t scales,
+           int num_threads) {
+            const CodedBlocks to = {pointer<int8_t>(codes), pointer<float>(scales)};
+            encode_blocks(isa_named(isa), pointer<const void>(x), static_cast<DType>(dtype), to, blocks, num_threads);
+        },
+        nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "decode_blocks",
+        [](const std::string& isa, int64_t blocks, uintptr_t codes, uintptr_t scales, uintptr_t x, int dtype,
+           int num_threads) {
+            const CodedBlocks from = {pointer<int8_t>(codes), pointer<float>(scales)};
+            decode_blocks(isa_named(isa), from, pointer<void>(x), static_cast<DType>(dtype), blocks, num_threads);
+        },
+        nb::call_guard<nb::gil_scoped_release>());
 }

@@ -107,4 +107,16 @@ void scale_rows(Isa isa, void* x, DType dtype, int64_t count, int64_t columns, c
                  [&](int64_t begin, int64_t end) { kernels->scale_rows(x, dtype, columns, factors, begin, end); });
 }
 
+void encode_blocks(Isa isa, const void* x, DType dtype, const CodedBlocks& to, int64_t blocks, int num_threads) {
+    const KernelTable* kernels = table(isa);
+    parallel_for(blocks, num_threads, kScanGrain / kCodedBlock, 1,
+                 [&](int64_t begin, int64_t end) { kernels->encode(x, dtype, to, begin, end); });
+}
+
+void decode_blocks(Isa isa, const CodedBlocks& from, void* x, DType dtype, int64_t blocks, int num_threads) {
+    const KernelTable* kernels = table(isa);
+    parallel_for(blocks, num_threads, kScanGrain / kCodedBlock, 1,
+                 [&](int64_t begin, int64_t end) { kernels->decode(from, x, dtype, begin, end); });
+}
+
 }  // namespace lightning_zero

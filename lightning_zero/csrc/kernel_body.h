@@ -242,7 +242,9 @@ bool is_copy(const float* exact, const void* copy, DType dtype, int64_t begin, i
                                      : is_copy_range<V>(exact, static_cast<const fp16*>(copy), begin, end);
 }
 
+#include "coded_blocks_body.h"
 #include "cross_entropy_body.h"
 
 template <class V>
-constexpr KernelTable kTable = {&adam<V>, &sum_of_squares<V>, &has_nonfinite, &is_copy<V>, &cross_entropy<V>, &scale_rows<V>};
+constexpr KernelTable kTable = {&adam<V>,          &sum_of_squares<V>, &has_nonfinite, &is_copy<V>,
+                                &cross_entropy<V>, &scale_rows<V>,     &encode<V>,     &decode<V>};

@@ -75,7 +75,21 @@ struct CrossEntropy {
     double* losses;
 };
 
-// What one instruction set provides: single-threaded loops over [begin, end); for the last two, of rows.
+// Blocks of kCodedBlock numbers as int8 codes with one float scale for each block:
+//
+//   scale = max / 127, code = rint(x * (127 / max)), x is read back as code * scale        (max = the largest |x|)
+//
+// A block without a number of at least 127 times the smallest normal float has scale and codes zero. One with an infinity
+// or a NaN has scale NaN, so that all of it is read back as NaN.
+constexpr int64_t kCodedBlock = 256;
+
+struct CodedBlocks {
+    int8_t* codes;
+    float* scales;
+};
+
+// What one instruction set provides: single-threaded loops over [begin, end); of rows for cross_entropy and scale_rows, of
+// blocks for encode and decode.
 struct KernelTable {
     void (*adam)(const AdamFactors&, const AdamBuffers&, int64_t begin, int64_t end);
     double (*sum_of_squares)(const void* grad, DType, int64_t begin, int64_t end);
@@ -83,6 +97,8 @@ struct KernelTable {
     bool (*is_copy)(const float* exact, const void* copy, DType, int64_t begin, int64_t end);
     void (*cross_entropy)(const CrossEntropy&, int64_t begin, int64_t end);
     void (*scale_rows)(void* x, DType, int64_t columns, const float* factors, int64_t begin, int64_t end);
+    void (*encode)(const void* x, DType, const CodedBlocks&, int64_t begin, int64_t end);
+    void (*decode)(const CodedBlocks&, void* x, DType, int64_t begin, int64_t end);
 };
 
 // Null where this build has no code for the instruction set.
@@ -102,5 +118,7 @@ bool has_nonfinite(Isa isa, const void* grad, DType dtype, int64_t numel, int nu
 bool is_copy(Isa isa, const float* exact, const void* copy, DType dtype, int64_t numel, int num_threads);
 void cross_entropy(Isa isa, const CrossEntropy& rows, int64_t count, int num_threads);
 void scale_rows(Isa isa, void* x, DType dtype, int64_t count, int64_t columns, const float* factors, int num_threads);
+void encode_blocks(Isa isa, const void* x, DType dtype, const CodedBlocks& to, int64_t blocks, int num_threads);
+void decode_blocks(Isa isa, const CodedBlocks& from, void* x, DType dtype, int64_t blocks, int num_threads);
 
 }  // namespace lightning_zero

@@ -9,6 +9,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+BLOCK_NUMEL = 256
+_MOST_CODE = 127.0
+_LEAST_CODED = _MOST_CODE * torch.finfo(torch.float32).tiny
 _CHUNK = 1 << 20  # elements converted to a wider type at a time
 _DEVICE_CHUNK = 1 << 24  # the same on a GPU, where each chunk costs a dozen launches
 
@@ -119,3 +122,19 @@ def scale_rows_(rows: Tensor, factor: Tensor) -> None:
     size = max(1, (_CHUNK if rows.device.type == "cpu" else _DEVICE_CHUNK) // max(1, rows.shape[1]))
     for part, factors in zip(rows.split(size), factor.split(size)):
         part.copy_(part * factors.unsqueeze(1))
+
+
+def encode_blocks_(codes: Tensor, scales: Tensor, values: Tensor) -> None:
+    """Do what ``ops.encode_blocks_`` says, to the bits of the kernels; on any device."""
+    blocks = values.view(-1, BLOCK_NUMEL).float()
+    most = blocks.abs().amax(1, keepdim=True) if blocks.numel() else blocks.sum(1, keepdim=True)
+    coded = (most >= _LEAST_CODED) & most.isfinite()
+    # Of two tensors: a number over a tensor is rounded twice, as the reciprocal and as its product.
+    inverse = torch.where(coded, torch.full_like(most, _MOST_CODE) / most, 0)
+    codes.view(-1, BLOCK_NUMEL).copy_(torch.where(coded, blocks * inverse, 0).round_())
+    scale = torch.where(coded, most / _MOST_CODE, 0).where(most.isfinite(), torch.nan)
+    scales.copy_(scale.squeeze(1))
+
+
+def decode_blocks_(values: Tensor, codes: Tensor, scales: Tensor) -> None:
+    values.view(-1, BLOCK_NUMEL).copy_(codes.view(-1, BLOCK_NUMEL) * scales.unsqueeze(1))
