@@ -8,7 +8,7 @@ import torch
 
 from lightning_zero.settings import RESIDENCE, OffloadConfig, Residence
 
-__all__ = ["EngineConfig", "OffloadConfig", "ParameterDtypes", "checked_reduce_dtype", "checked_unit_policy"]
+__all__ = ["EngineConfig", "OffloadConfig", "ParameterDtypes", "checked_gather_dtype", "checked_reduce_dtype", "checked_unit_policy"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class EngineConfig:
     """Units unsharded ahead of use."""
     reduce_dtype: torch.dtype | None = None
     """dtype of gradients on the wire; ``None`` is the parameters' own."""
+    gather_dtype: torch.dtype | None = None
+    """dtype of stage 3's parameters on the wire, int8 for block-quantised codes; ``None`` is what steps compute with."""
     read_timeout: float = 30.0
     """Seconds to wait for the other ranks when a sharded tensor is read outside the step."""
     dtypes: ParameterDtypes = field(default_factory=ParameterDtypes)
@@ -79,6 +81,11 @@ class EngineConfig:
     def residence(self) -> Residence:
         return RESIDENCE[self.stage]
 
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether steps gather parameters as int8 codes."""
+        return self.gather_dtype is not None
+
 
 def checked_unit_policy(policy: Any) -> Any:
     """The policy, with module classes as a tuple; raises TypeError for what cannot be one."""
@@ -100,3 +107,17 @@ def checked_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"reduce_dtype must be a floating-point dtype or its name such as 'bfloat16', got {value!r}")
     return dtype
+
+
+def checked_gather_dtype(value: torch.dtype | str | None, stage: Any) -> torch.dtype | None:
+    """Accept ``torch.int8``, ``"int8"`` and ``"torch.int8"`` at stage 3."""
+    if value is None:
+        return None
+    if str(value).removeprefix("torch.") != "int8":
+        raise ValueError(f"gather_dtype must be None or torch.int8 (in YAML 'int8'), got {value!r}")
+    if stage != 3:
+        raise ValueError(
+            f"gather_dtype={value!r} needs stage=3, got stage={stage!r}: at stages 1 and 2 what ranks send after an update are"
+            " the parameters that they keep."
+        )
+    return torch.int8

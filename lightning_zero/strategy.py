@@ -31,7 +31,7 @@ from lightning_zero.alone import RunsAlone
 from lightning_zero.checkpoint.parts import check_writes_parts
 from lightning_zero.checkpoint.saving import FolderSaver, saves_in_background
 from lightning_zero.comm import Comm, check_backend
-from lightning_zero.config import EngineConfig, checked_reduce_dtype, checked_unit_policy
+from lightning_zero.config import EngineConfig, checked_gather_dtype, checked_reduce_dtype, checked_unit_policy
 from lightning_zero.deferred import Deferred, is_on_meta, rest_to_device
 from lightning_zero.estimate import optimizer_states
 from lightning_zero.migration import AnswersForeignArguments
@@ -80,6 +80,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         unit_size_mb: upper bound of an automatic unit in MiB of parameters.
         prefetch: how many units are gathered ahead of use (stage 3).
         reduce_dtype: dtype of gradients on the wire; ``None`` is the parameters' own dtype.
+        gather_dtype: dtype of parameters on the wire at stage 3: ``torch.int8`` sends codes with one scale for each block of
+            256 elements, which steps compute with; ``None`` is the dtype that they compute with.
         shard_group_size: shard inside groups of this many consecutive ranks and replicate across them; ``None`` shards
             over all ranks.
         model_parallel: ranks that work on one batch together, each with its part of tensor-parallel layers: how many
@@ -112,6 +114,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         unit_size_mb: float = DEFAULT_UNIT_SIZE_MB,
         prefetch: int = 1,
         reduce_dtype: torch.dtype | str | None = None,
+        gather_dtype: torch.dtype | str | None = None,
         shard_group_size: int | None = None,
         model_parallel: Any = None,
         activation_checkpointing_policy: Any = None,
@@ -165,6 +168,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             unit_policy=checked_unit_policy(unit_policy),
             prefetch=prefetch,
             reduce_dtype=checked_reduce_dtype(reduce_dtype),
+            gather_dtype=checked_gather_dtype(gather_dtype, stage),
             read_timeout=read_timeout,
         )
         if not isinstance(offload, (bool, OffloadConfig)):
@@ -332,6 +336,8 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
             if self._recomputed is not None:
                 self._recomputation = Recomputation(module, self._recomputed, self._make_inputs(comm, keeper))
         plugin.engine = self.engine
+        if self.config.gathers_codes and comm.num_shards == 1:
+            rank_zero_info("ZeroStrategy(gather_dtype=torch.int8) does nothing: a rank that shards with no other gathers nothing.")
         self._syncs_buffers = self._buffers_due = fitting and comm.world_size > 1
 
     def _make_engine(

@@ -10,6 +10,7 @@ from lightning_zero import profiling
 from lightning_zero.comm import Comm
 from lightning_zero.ops import is_rounded_copy
 from lightning_zero.partition import handle
+from lightning_zero.partition.coded import CodedGather
 from lightning_zero.partition.layout import FlatLayout
 from lightning_zero.partition.memory import BufferPool, FlatViews, allocate
 from lightning_zero.partition.rest import Rested, WholePlaces, bytes_of
@@ -47,6 +48,7 @@ class ShardedBuffer:
         device: torch.device,
         whole: FlatViews | None = None,
         rest: Rested | None = None,
+        coded: CodedGather | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -61,6 +63,7 @@ class ShardedBuffer:
         self._channel = channel
         self._on_access = on_access
         self._whole = whole is not None
+        self._coded = coded
         self.dtype = dtype
         self._device = device
         self._classes = [type(t) for t in tensors]
@@ -162,6 +165,10 @@ class ShardedBuffer:
             self.reshard()
             return
         # Unsharded here: the other ranks still want the own shard, what they send is known already.
+        if self._coded is not None:
+            self._coded.start(self._shard_to_send(), self._channel).wait()
+            self._coded.finish(None)
+            return
         scratch = self._pool.take(self.layout, self.dtype)
         self._comm.all_gather(scratch.flat, self._shard_to_send(), self._channel).wait()
         self._pool.give(self.layout, scratch)
@@ -178,6 +185,23 @@ class ShardedBuffer:
             return changed
         own = self.own_slice(self.buffer.flat)
         return write_changes(own, self.shard) or changed
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the tensors are not what the shards have, but what their codes stand for."""
+        return self._coded is not None
+
+    def edited(self) -> list[int]:
+        """Of a coded buffer: which tensors have been changed since they were gathered, as far as the own shard shows."""
+        if self.state is not State.UNSHARDED or self.buffer is None or self._coded is None:
+            return []
+        found = set(self._rebound(self.buffer))
+        own, gathered = self.own_slice(self.buffer.flat), self._coded.rounded(self._shard_to_send())
+        if not _same_bits(own, gathered):
+            changed = (own != gathered) & ~(own.isnan() & gathered.isnan())
+            local = (self.layout.local_range(i, self._comm.shard_rank).slice() for i in range(len(self.tensors)))
+            found.update(i for i, part in enumerate(local) if bool(changed[part].any()))
+        return sorted(found)
 
     def own_slice(self, flat: Tensor) -> Tensor:
         """The own shard's range of an unsharded flat buffer."""
@@ -199,11 +223,7 @@ class ShardedBuffer:
 
     def _relink(self, buffer: FlatViews) -> bool:
         """Copy in what the user has bound to ``.data``; whether there was any."""
-        rebound = {
-            i: tensor.data
-            for i, (tensor, view) in enumerate(zip(self.tensors, buffer.views, strict=True))
-            if not tensor.is_set_to(view)
-        }
+        rebound = self._rebound(buffer)
         for i, value in rebound.items():
             view = buffer.views[i]
             if value.shape != view.shape or value.dtype != view.dtype:
@@ -225,13 +245,17 @@ class ShardedBuffer:
                 self._pool.give(self.layout, buffer)
         return bool(rebound)
 
+    def _rebound(self, buffer: FlatViews) -> dict[int, Tensor]:
+        pairs = enumerate(zip(self.tensors, buffer.views, strict=True))
+        return {i: tensor.data for i, (tensor, view) in pairs if not tensor.is_set_to(view)}
+
     def _take(self) -> FlatViews:
         if self._whole:
             return allocate(self.layout, self.dtype, self._device)
         return self._pool.take(self.layout, self.dtype)
 
     def _launch(self) -> None:
-        if self.buffer is None:
+        if self.buffer is None and self._coded is None:
             self.buffer = self._take()
         if self.arriving is not None:
             self.arriving.wait()
@@ -239,7 +263,10 @@ class ShardedBuffer:
         if self.rest is not None:
             self.rest.bring()  # to stay while the tensors are unsharded, for edits to be compared with
         with profiling.span(profiling.GATHER, self.name):
-            self._work = self._comm.all_gather(self.buffer.flat, self._shard_to_send(), self._channel)
+            if self._coded is not None:
+                self._work = self._coded.start(self._shard_to_send(), self._channel)
+            elif self.buffer is not None:
+                self._work = self._comm.all_gather(self.buffer.flat, self._shard_to_send(), self._channel)
 
     def _shard_to_send(self) -> Tensor:
         shard = bytes_of(self.shard)
@@ -252,6 +279,9 @@ class ShardedBuffer:
         with self._comm.stats.waiting("all_gather", self.name):
             self._work.wait()
         self._work = None
+        if self._coded is not None:
+            self.buffer = self._take()  # not before: while codes are under way nobody needs its memory
+            self._coded.finish(self.buffer.flat)
 
 
 class _Here:

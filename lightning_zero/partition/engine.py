@@ -136,7 +136,7 @@ class ZeroEngine:
                     unit = Unit(
                         len(self.units), plan.name, plan.group.modules, plan.pairs, plan.layout, values, self._comm,
                         self._pool, self.ledger, self._access, whole, plan.compute_dtype, plan.master_dtype,
-                        plan.shows_main, config.main_device, self._link, self.tiers,
+                        plan.shows_main, config.main_device, self._link, self.tiers, plan.is_coded,
                     )  # fmt: skip
                 self.units.append(unit)
                 self._handles += hooks.hook_readers(unit, plan.group.readers, self)

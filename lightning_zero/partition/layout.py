@@ -106,11 +106,13 @@ def build_layout(
     strides: tuple[tuple[int, ...], ...],
     num_shards: int,
     itemsize: int,
+    block_numel: int = 1,
 ) -> FlatLayout:
-    """Lay out tensors of the given shapes, in order, in ``num_shards`` shards of ``itemsize``-byte elements."""
+    """Lay out tensors of the given shapes, in order, in ``num_shards`` shards of ``itemsize``-byte elements. Tensors and
+    shards also start at multiples of ``block_numel``, a power of two."""
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}")
-    align = max(1, ALIGNMENT_BYTES // itemsize)
+    align = max(block_numel, ALIGNMENT_BYTES // itemsize)
     slots, offset, end = [], 0, 0
     for shape, stride in zip(shapes, strides, strict=True):
         numel = 1

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
+from lightning_zero.ops import BLOCK_NUMEL
+from lightning_zero.partition.coded import can_be_coded
 from lightning_zero.partition.grouping import Group, group_parameters
 from lightning_zero.partition.layout import FlatLayout, build_layout, dense_stride
 from lightning_zero.partition.memory import FlatViews, allocate
@@ -37,6 +39,8 @@ class Plan:
     compute_dtype: torch.dtype
     master_dtype: torch.dtype | None
     shows_main: bool
+    is_coded: bool
+    """Steps gather it as codes."""
     layout: FlatLayout
 
     @property
@@ -62,13 +66,15 @@ def plan_units(module: nn.Module, config: EngineConfig, num_shards: int) -> list
             )  # fmt: skip
             alike.setdefault(kind, []).append((name, parameter))
         for (compute, master, shows_main, _), pairs in alike.items():
+            is_coded = config.gathers_codes and num_shards > 1 and can_be_coded(compute)
             layout = build_layout(
                 tuple(tuple(p.shape) for _, p in pairs),
                 tuple(dense_stride(p) for _, p in pairs),
                 num_shards,
                 compute.itemsize,
+                BLOCK_NUMEL if is_coded else 1,
             )
-            plans.append(Plan(group, pairs, compute, master, shows_main, layout))
+            plans.append(Plan(group, pairs, compute, master, shows_main, is_coded, layout))
     return plans
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_zero.comm import Comm
 from lightning_zero.partition import handle
 from lightning_zero.partition.buffer import ShardedBuffer, State, write_changes
+from lightning_zero.partition.coded import CodedGather
 from lightning_zero.partition.layout import FlatLayout, Range
 from lightning_zero.partition.memory import BufferPool, FlatViews, Ledger, allocate
 from lightning_zero.partition.rest import Place, Rested, Tiers, bytes_of
@@ -19,7 +20,8 @@ class Unit:
 
     ``modules`` bracket the use of the parameters; ``names`` are FQNs in slot order. ``buffer`` holds what steps compute
     with. With ``shows_main`` users who look at a parameter outside of a step see its master weights, through a second
-    buffer over the same tensors; of the two at most one is unsharded. ``values`` are the whole parameters, on the device, in
+    buffer over the same tensors, and with ``is_coded`` they see what steps compute with in full precision; of the two
+    buffers at most one is unsharded. ``values`` are the whole parameters, on the device, in
     the dtype of the master weights if there are any: the parameters let go of their own memory.
     """
 
@@ -42,6 +44,7 @@ class Unit:
         main_device: torch.device | None,
         link: Link | None = None,
         tiers: Tiers | None = None,
+        is_coded: bool = False,
     ) -> None:
         self.index = index
         self.name = name
@@ -64,7 +67,7 @@ class Unit:
         self.tensors: list[nn.Parameter] = [p for _, p in named_parameters]
         self.dtype = compute_dtype
         self.layout = layout
-        self._shard_rank = comm.shard_rank
+        self._rank, self._shard_rank = comm.rank, comm.shard_rank
         self._in_shard = [layout.local_range(i, comm.shard_rank) for i in range(len(self.tensors))]
         device = values.flat.device
         with torch.inference_mode(False), torch.no_grad():
@@ -95,13 +98,18 @@ class Unit:
                 handle.rebase(self.names[i], parameter, flat.views[i] if whole else resting.expand(parameter.shape))
         self.buffer = ShardedBuffer(
             name, self.layout, tensors, shard, comm, pool, 2 * index, on_access, self.dtype, device,
-            flat if whole else None, rest,
+            flat if whole else None, rest, CodedGather(layout, comm, pool) if is_coded else None,
         )
         self.face = self.buffer
+        self._shows_main = self.master is not None and shows_main
         if self.master is not None and shows_main:
             self.face = ShardedBuffer(
                 name, self.layout, tensors, self.master, comm, pool, 2 * index, on_access, self.master.dtype,
                 device,
+            )
+        elif is_coded:
+            self.face = ShardedBuffer(
+                name, self.layout, tensors, shard, comm, pool, 2 * index, on_access, self.dtype, device, rest=rest
             )
         ledger.add("parameters", flat.nbytes if whole else shard.nbytes)
         if self.master is not None:
@@ -173,14 +181,9 @@ class Unit:
                 shard.data = main[self.in_shard(index).slice()]
 
     @property
-    def has_two_faces(self) -> bool:
-        """Whether users see other bytes than steps compute with."""
-        return self.face is not self.buffer
-
-    @property
     def hides_master(self) -> bool:
         """Whether there are master weights with more bits than users see."""
-        return self.master is not None and self.master.dtype != self.dtype and not self.has_two_faces
+        return self.master is not None and self.master.dtype != self.face.dtype
 
     @property
     def owned(self) -> list[slice]:
@@ -234,6 +237,8 @@ class Unit:
             arriving = self.buffer.rest.replace(target)
         elif self._link is not None:
             arriving = self.buffer.arriving = self._link.upload(target, self.buffer.shard)
+            if self.face.shard is self.buffer.shard:
+                self.face.arriving = arriving
         staging.give(target, after=arriving)
         self._outgoing = None
 
@@ -278,9 +283,13 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():
             return sum(tensor._version for tensor in self.tensors)
 
-    def keep_edits(self) -> None:
-        """Let edits made inside a step reach the shard and, where they changed it, the master."""
-        changed = self.buffer.keep_edits()
+    def keep_edits(self, buffer: ShardedBuffer | None = None) -> None:
+        """Let edits made inside a step, or of ``buffer``, reach the shard and, where they changed it, the master."""
+        buffer = buffer or self.buffer
+        if buffer.is_coded:
+            self._refuse_edits(buffer)
+            return
+        changed = buffer.keep_edits()
         if changed:
             self._follow_shard()
         if self.updating:
@@ -289,10 +298,22 @@ class Unit:
         elif changed or self.buffer.is_whole:
             self.keep_in_master()
 
+    def _refuse_edits(self, buffer: ShardedBuffer) -> None:
+        edited = buffer.edited()
+        if edited:
+            names = ", ".join(repr(self.names[i]) for i in edited)
+            raise RuntimeError(
+                f"{names} of {self.name!r} was edited inside a step (rank {self._rank}). There gather_dtype=torch.int8 shows"
+                " parameters rounded to 8 bits, and what is edited of them cannot be kept exactly. Edit parameters outside of"
+                " steps, in a hook such as `on_train_batch_end`, where they are exact, or leave gather_dtype out."
+            )
+
     def keep_edits_so_far(self) -> None:
         """The same before an update that begins inside a step, but for what a comparison of whole weights with their master
         finds: where they are on one device, :meth:`keep_in_master` does that; elsewhere :meth:`keep_edits` does, later."""
-        if self.buffer.keep_edits():
+        if self.buffer.is_coded:
+            self._refuse_edits(self.buffer)
+        elif self.buffer.keep_edits():
             self._follow_shard()
             self.keep_in_master()
 
@@ -314,8 +335,8 @@ class Unit:
 
     def keep_outside_edits(self) -> None:
         """Let edits made outside of a step, on all ranks, reach what steps compute with."""
-        if not self.has_two_faces:
-            self.keep_edits()
+        if not self._shows_main:
+            self.keep_edits(self.face)
         elif self.face.keep_edits() or self.buffer.is_whole:
             if self.buffer.buffer is not None and self.face.buffer is not None:
                 self.buffer.buffer.flat.copy_(self.face.buffer.flat)
