@@ -26,6 +26,7 @@ from lightning_zero.formulas import (
     sum_up,
 )
 from lightning_zero.offload.runs import is_adam
+from lightning_zero.partition.coded import message_layout
 from lightning_zero.partition.elementwise import states_per_element
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import Group, group_parameters
@@ -229,6 +230,7 @@ def _part_of_unit(engine: ZeroEngine, unit: Unit, plain: bool) -> FlatPart:
             optimizer=main,
         )
     numel = sum(tensor.numel() for tensor in unit.tensors)
-    return FlatPart(numel, unit.layout.padded_numel, sizes, gradients is not None, not unit.modules)
+    coded = message_layout(unit.layout).padded_numel if unit.buffer.is_coded else 0
+    return FlatPart(numel, unit.layout.padded_numel, sizes, gradients is not None, not unit.modules, coded)
 
 

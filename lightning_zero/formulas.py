@@ -80,6 +80,8 @@ class FlatPart:
     trainable: bool = True
     held: bool = False
     """Unsharded from its first use to the end of the step, because no module's forward brackets its use."""
+    coded_bytes: int = 0
+    """Of all ranks' messages, where it is gathered as codes; the buffer itself is needed only when they are here."""
 
 
 @dataclass(frozen=True)
@@ -278,13 +280,16 @@ class Traffic:
 
     def under_way(self, part: FlatPart) -> int:
         """The unit in use, those prefetched, and the gradients being collected and reduced, all as large as ``part``."""
-        units = 1 + self.prefetch if self.stage == 3 else 0
+        ahead = 0 if part.coded_bytes else self.prefetch
+        units = 1 + ahead if self.stage == 3 else 0
         units += _GRADIENT_BUFFERS * self._buffers_gradients(part)
-        return self._bytes(part, units + _ON_THEIR_WAY * self.received * part.trainable)
+        codes = part.coded_bytes * max(1, self.prefetch) if self.stage == 3 else 0
+        return codes + self._bytes(part, units + _ON_THEIR_WAY * self.received * part.trainable)
 
     def pair(self, part: FlatPart) -> int:
         """The unit's parameters and its gradients, where they are buffered."""
-        return self._bytes(part, (self.stage == 3) + self._buffers_gradients(part) + self.received * part.trainable)
+        codes = part.coded_bytes if self.stage == 3 else 0
+        return codes + self._bytes(part, (self.stage == 3) + self._buffers_gradients(part) + self.received * part.trainable)
 
     def _bytes(self, part: FlatPart, copies: float) -> int:
         return round(part.padded_numel * part.sizes.parameters * copies)

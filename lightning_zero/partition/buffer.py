@@ -10,7 +10,7 @@ from lightning_zero import profiling
 from lightning_zero.comm import Comm
 from lightning_zero.ops import is_rounded_copy
 from lightning_zero.partition import handle
-from lightning_zero.partition.coded import CodedGather
+from lightning_zero.partition.coded import CodedGather, CodesUnderWay
 from lightning_zero.partition.layout import FlatLayout
 from lightning_zero.partition.memory import BufferPool, FlatViews, allocate
 from lightning_zero.partition.rest import Rested, WholePlaces, bytes_of
@@ -166,8 +166,9 @@ class ShardedBuffer:
             return
         # Unsharded here: the other ranks still want the own shard, what they send is known already.
         if self._coded is not None:
-            self._coded.start(self._shard_to_send(), self._channel).wait()
-            self._coded.finish(None)
+            codes = self._coded.start(self._shard_to_send(), self._channel)
+            codes.wait()
+            codes.finish(None)
             return
         scratch = self._pool.take(self.layout, self.dtype)
         self._comm.all_gather(scratch.flat, self._shard_to_send(), self._channel).wait()
@@ -278,10 +279,10 @@ class ShardedBuffer:
             raise AssertionError(f"{self} has no gather under way")
         with self._comm.stats.waiting("all_gather", self.name):
             self._work.wait()
-        self._work = None
-        if self._coded is not None:
-            self.buffer = self._take()  # not before: while codes are under way nobody needs its memory
-            self._coded.finish(self.buffer.flat)
+        work, self._work = self._work, None
+        if isinstance(work, CodesUnderWay):
+            self.buffer = self._take()  # not before: nobody needs its memory while codes are under way
+            work.finish(self.buffer.flat)
 
 
 class _Here:

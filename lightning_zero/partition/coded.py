@@ -39,24 +39,19 @@ class CodedGather:
         self._messages = message_layout(layout)
         self._comm = comm
         self._pool = pool
-        self._under_way: FlatViews | None = None
 
-    def start(self, shard: Tensor, channel: int) -> Work:
+    def start(self, shard: Tensor, channel: int) -> "CodesUnderWay":
         """Send the codes of ``shard``, of shape ``(shard_numel,)``, and receive the other ranks'."""
-        self._under_way = self._pool.take(self._messages, torch.uint8)
-        own = self._of_rank(self._under_way.flat, self._comm.shard_rank)
+        messages = self._pool.take(self._messages, torch.uint8)
+        own = self._of_rank(messages.flat, self._comm.shard_rank)
         self._encode(shard, own)
-        return self._comm.all_gather(self._under_way.flat, own, channel)
+        return CodesUnderWay(self, messages, self._comm.all_gather(messages.flat, own, channel))
 
-    def finish(self, full: Tensor | None) -> None:
-        """After the wait: write what the codes stand for to ``full``, of shape ``(padded_numel,)``, if anybody wants it."""
-        if self._under_way is None:
-            raise AssertionError("no codes are under way")
+    def finish(self, messages: FlatViews, full: Tensor | None) -> None:
         if full is not None:
             for rank, part in enumerate(full.split(self._numel)):
-                self._decode(self._of_rank(self._under_way.flat, rank), part)
-        self._pool.give(self._messages, self._under_way)
-        self._under_way = None
+                self._decode(self._of_rank(messages.flat, rank), part)
+        self._pool.give(self._messages, messages)
 
     def rounded(self, shard: Tensor) -> Tensor:
         """What the other ranks make of ``shard``."""
@@ -80,3 +75,19 @@ class CodedGather:
 
     def _decode(self, message: Tensor, values: Tensor) -> None:
         decode_blocks_(values, *self._parts(message))
+
+
+class CodesUnderWay:
+    """A gather that has begun. After ``wait`` all codes are here, and ``finish`` is called once."""
+
+    def __init__(self, gather: CodedGather, messages: FlatViews, work: Work) -> None:
+        self._gather = gather
+        self._messages = messages
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def finish(self, full: Tensor | None) -> None:
+        """Write what the codes stand for to ``full``, of shape ``(padded_numel,)``, if anybody wants it."""
+        self._gather.finish(self._messages, full)
