@@ -5,11 +5,10 @@ Gathers, reductions and control messages travel over groups of their own: ranks 
 """
 
 import hashlib
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
@@ -22,20 +21,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_zero import profiling
 from lightning_zero.topology import Topology, make_topology
+from lightning_zero.whereabouts import Whereabouts
 from lightning_zero.work import Done, Exchange, FutureWork, Result, Work
 from lightning_zero.worker import Worker
 
 CONTROL_CALLS = "control"
 _WIDTH = 4
-_WAY_OUT = (
-    " Sharded tensors are gathered from all ranks, so all ranks must read them, save and step together: move the call out"
-    " of code that only some ranks run (such as `if trainer.is_global_zero`)."
-)
-ENDING = "ending after an exception"
-"""The place of ranks that have no code left to move."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_ASK_SECONDS = 1.0  # for ranks that did not meet to say where they are
-_ANSWER_SECONDS = 5.0  # for the store to pass it on
 _TAG_ROUNDS = 1024  # a tag may come round again long after its transfer is done
 
 
@@ -61,7 +53,7 @@ class CommStats:
         """Around a wait for the collective, for the sake of ``unit`` if there is one."""
         start = time.perf_counter()
         try:
-            with profiling.span(f"{profiling.WAIT} for {name}", unit):
+            with profiling.span(profiling.WAIT, unit, of=name):
                 yield
         finally:
             self.seconds[name] += time.perf_counter() - start
@@ -134,7 +126,8 @@ class Comm:
             self._scatter_group = self._reduce_group
         self._control_group = self._new_group("gloo")
         # A prefix of its own for every Comm, the same on all its ranks because they are made in the same order.
-        self._store = dist.PrefixStore(f"lightning_zero/{_next_comm()}/{topology.column}", _get_default_store())
+        store = dist.PrefixStore(f"lightning_zero/{_next_comm()}/{topology.column}", _get_default_store())
+        self._whereabouts = Whereabouts(rank, topology.members, store)
 
     def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
         """A new process group of data-parallel ranks, all of them if none are given. A collective of these."""
@@ -373,10 +366,10 @@ class Comm:
             with self.stats.waiting(CONTROL_CALLS):
                 self._all_reduce_within(header, timeout)
         except RuntimeError as error:
-            raise self._apart(f"{place} {detail}", timeout) from error
+            raise self._whereabouts.apart(f"{place} {detail}", self._exchanges, timeout) from error
         most, least = header[0].tolist(), (-header[1]).tolist()
         if most[0] != least[0]:
-            raise self._apart(f"{place} {detail}", timeout)
+            raise self._whereabouts.apart(f"{place} {detail}", self._exchanges, timeout)
         return most[1:], least[1:]
 
     def _all_reduce_within(self, header: Tensor, timeout: float | None) -> None:
@@ -399,42 +392,6 @@ class Comm:
             if len(set(theirs)) > 1:
                 listed = "; ".join(f"rank {rank} has {value}" for rank, value in zip(self.topology.members, theirs))
                 raise RuntimeError(f"The ranks do not have the same {what}: {listed}. This is rank {self.rank}.")
-
-    def _apart(self, place: str, timeout: float | None) -> RuntimeError:
-        """The error of ranks that did not meet. Who is where is found out over the store, which needs no partner: some
-        may have given up already, others may never come."""
-        here: dict[int, str] = {}
-        limit = min(_ASK_SECONDS, timeout or _ASK_SECONDS)
-        # Beside the program: the store has no time limit of its own where the host that keeps it is cut off.
-        asking = threading.Thread(target=self._ask, args=(place.strip(), limit, here), name="lightning_zero-ask", daemon=True)
-        asking.start()
-        asking.join(limit + _ANSWER_SECONDS)
-        if not here:
-            return RuntimeError(
-                f"Rank {self.rank} is {place.strip()}, and the other ranks did not come within {timeout or _ASK_SECONDS:g} s. Where they are is"
-                " not known: the store of the process group, on the host of rank 0, does not answer. That host is down, or"
-                " the network to it is."
-            )
-        where = "; ".join(f"rank {r} is {at}" for r, at in sorted(here.items()))
-        away = [r for r in self.topology.members if r not in here]
-        missing = f"; rank(s) {away} did not come within {timeout or _ASK_SECONDS:g} s" if away else ""
-        return RuntimeError(
-            f"The ranks have gone different ways: {where}{missing}. This is rank {self.rank}."
-            + ("" if place.startswith(ENDING) else _WAY_OUT)
-        )
-
-    def _ask(self, place: str, seconds: float, here: dict[int, str]) -> None:
-        """Say where this rank is, and fill ``here`` with the others' places as they do. Their time limits end a little
-        earlier or later."""
-        exchange, deadline = self._exchanges, time.monotonic() + seconds
-        with suppress(RuntimeError):  # the store is gone
-            self._store.set(f"{exchange}/{self.rank}", place)
-            while True:
-                found = [r for r in self.topology.members if self._store.check([f"{exchange}/{r}"])]
-                if len(found) == self.world_size or time.monotonic() > deadline:
-                    break
-                time.sleep(0.01)
-            here.update({r: self._store.get(f"{exchange}/{r}").decode() for r in found})
 
     @property
     def storage_group(self) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.comm import ENDING, Comm, fingerprint
+from lightning_zero.comm import Comm, fingerprint
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition import hooks
 from lightning_zero.partition.buffer import ShardedBuffer, State
@@ -30,6 +30,7 @@ from lightning_zero.partition.shards import LocalShards
 from lightning_zero.partition.together import Together
 from lightning_zero.partition.unit import Unit
 from lightning_zero.partition.whole import WholeTensors
+from lightning_zero.whereabouts import ENDING
 
 ALWAYS_RELEASE_VARIABLE = "LIGHTNING_ZERO_ALWAYS_RELEASE"
 

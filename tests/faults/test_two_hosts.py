@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero import comm
+from lightning_zero import whereabouts
+from lightning_zero.comm import Comm
 from tests.faults.two_hosts import cut_and_resume, hosts
 from tests.fresh import environment
 from tests.harness import run
@@ -47,14 +48,14 @@ time.sleep(600)
 
 def meet_alone() -> str:
     """Rank 1 does not come, and whoever keeps the store is there, but does not answer: as behind a link that is down."""
-    found = comm.Comm(rank(), 2, torch.device("cpu"), timedelta(seconds=60))
+    found = Comm(rank(), 2, torch.device("cpu"), timedelta(seconds=60))
     if rank() == 1:
         return ""
     keeper = subprocess.Popen([sys.executable, "-c", KEEPER], stdout=subprocess.PIPE, env=environment(), text=True)
     try:
         port = int(keeper.stdout.readline())  # type: ignore[union-attr]
-        found._store = dist.PrefixStore("here", dist.TCPStore("127.0.0.1", port, is_master=False))
-        comm._ANSWER_SECONDS = 0.5
+        found._whereabouts._store = dist.PrefixStore("here", dist.TCPStore("127.0.0.1", port, is_master=False))
+        whereabouts._ANSWER_SECONDS = 0.5
         keeper.send_signal(signal.SIGSTOP)
         found.exchange("waiting", timeout=0.3)
     except RuntimeError as error:

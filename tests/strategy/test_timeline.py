@@ -82,11 +82,12 @@ def test_cutting() -> None:
 
 
 def test_without_a_profiler_there_is_no_range() -> None:
-    assert profiling.span("gather", "a") is profiling.span("reduce", "b")
+    assert profiling.span("gather", "a") is profiling.span("wait", "b", of="all_gather")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        with profiling.span("gather", "a"):
-            pass
-    assert [event.name for event in profiler.events()] == ["ZeRO::gather (a)"]
+        for of in ("", "all_gather"):
+            with profiling.span("gather", "a", of=of):
+                pass
+    assert [event.name for event in profiler.events()] == ["ZeRO::gather (a)", "ZeRO::gather for all_gather (a)"]
 
 
 @pytest.mark.parametrize(
