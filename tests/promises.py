@@ -113,8 +113,16 @@ TABLE: dict[str, tuple[Promises, Promises]] = {
         },
     ),
     "precision": (
-        {"32, bf16 and fp16, mixed and true": "test_precision.py::test_contract"},
-        {"Transformer Engine, bitsandbytes": "test_bad_input.py::test_foreign_plugins"},
+        {
+            "32, bf16 and fp16, mixed and true": "test_precision.py::test_contract",
+            "stage 3's parameters sent in 8 bits (`gather_dtype`)": (
+                "test_coded_gathers.py::test_training_is_that_of_a_module_that_rounds_its_weights"
+            ),
+        },
+        {
+            "Transformer Engine, bitsandbytes": "test_bad_input.py::test_foreign_plugins",
+            "edits in steps of what is sent in 8 bits": "test_coded_gathers.py::test_edits_inside_steps_are_refused_by_name",
+        },
     ),
     "checkpoints": (
         {

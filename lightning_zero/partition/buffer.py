@@ -64,6 +64,8 @@ class ShardedBuffer:
         self._on_access = on_access
         self._whole = whole is not None
         self._coded = coded
+        self.is_coded = coded is not None
+        """Whether the tensors are not what the shards have, but what their codes stand for."""
         self.dtype = dtype
         self._device = device
         self._classes = [type(t) for t in tensors]
@@ -187,16 +189,12 @@ class ShardedBuffer:
         own = self.own_slice(self.buffer.flat)
         return write_changes(own, self.shard) or changed
 
-    @property
-    def is_coded(self) -> bool:
-        """Whether the tensors are not what the shards have, but what their codes stand for."""
-        return self._coded is not None
-
     def edited(self) -> list[int]:
         """Of a coded buffer: which tensors have been changed since they were gathered, as far as the own shard shows."""
         if self.state is not State.UNSHARDED or self.buffer is None or self._coded is None:
             return []
-        found = set(self._rebound(self.buffer))
+        pairs = enumerate(zip(self.tensors, self.buffer.views, strict=True))
+        found = {i for i, (tensor, view) in pairs if not tensor.is_set_to(view)}
         own, gathered = self.own_slice(self.buffer.flat), self._coded.rounded(self._shard_to_send())
         if not _same_bits(own, gathered):
             changed = (own != gathered) & ~(own.isnan() & gathered.isnan())
@@ -224,7 +222,11 @@ class ShardedBuffer:
 
     def _relink(self, buffer: FlatViews) -> bool:
         """Copy in what the user has bound to ``.data``; whether there was any."""
-        rebound = self._rebound(buffer)
+        rebound = {
+            i: tensor.data
+            for i, (tensor, view) in enumerate(zip(self.tensors, buffer.views, strict=True))
+            if not tensor.is_set_to(view)
+        }
         for i, value in rebound.items():
             view = buffer.views[i]
             if value.shape != view.shape or value.dtype != view.dtype:
@@ -245,10 +247,6 @@ class ShardedBuffer:
             else:
                 self._pool.give(self.layout, buffer)
         return bool(rebound)
-
-    def _rebound(self, buffer: FlatViews) -> dict[int, Tensor]:
-        pairs = enumerate(zip(self.tensors, buffer.views, strict=True))
-        return {i: tensor.data for i, (tensor, view) in pairs if not tensor.is_set_to(view)}
 
     def _take(self) -> FlatViews:
         if self._whole:

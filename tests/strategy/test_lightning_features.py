@@ -789,7 +789,7 @@ def test_command_line_shows_the_options(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         built_by("--trainer.strategy.help=lightning_zero.ZeroStrategy")
     shown = " ".join(capsys.readouterr().out.split())
-    for option in ("stage", "offload", "unit_size_mb", "prefetch", "reduce_dtype", "state_dict_type", "read_timeout"):
+    for option in ("stage", "offload", "unit_size_mb", "prefetch", "reduce_dtype", "gather_dtype", "state_dict_type", "read_timeout"):
         assert f"--trainer.strategy.init_args.{option}" in shown or f"--trainer.strategy.{option}" in shown
     # The help is the docstring's.
     assert "shards optimizer state over the ranks" in shown
