@@ -111,10 +111,10 @@ def measured(name: str, rate: float | None) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--timed-steps", type=int, default=12)
+    parser.add_argument("--timed-steps", type=int, default=16)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--rate", type=float, nargs="*", default=[0, 1000, 100], metavar="MB/S", help="0: as it is")
+    parser.add_argument("--rate", type=float, nargs="*", default=[0, 100, 25], metavar="MB/S", help="0: as it is")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--row", choices=GATHERS, help=argparse.SUPPRESS)
     parser.add_argument("--at", type=float, help=argparse.SUPPRESS)
