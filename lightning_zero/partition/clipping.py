@@ -13,11 +13,17 @@ from lightning_zero.partition.rest import bytes_of, resting
 class GradientShards:
     """The owned parts of some parameters' reduced gradients; what is done to them is done to the gradients.
 
-    ``shards`` are this rank's, one for each gradient that it owns a part of, with the number of ranks that own the same:
-    replicas of shard groups, and model-parallel ranks where the parameter is not one of a tensor-parallel layer.
+    ``owned`` gives this rank's part of a parameter's gradient, 1-D, if there is one. Each comes with the number of ranks
+    that own the same: replicas of shard groups, and model-parallel ranks where the parameter is not one of a
+    tensor-parallel layer.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], shards: list[tuple[nn.Parameter, Tensor]], comm: Comm) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], owned: Callable[[nn.Parameter], Tensor | None], comm: Comm
+    ) -> None:
+        parameters = list(parameters)
+        parts = [(parameter, owned(parameter)) for parameter in parameters]
+        shards = [(parameter, shard) for parameter, shard in parts if shard is not None and shard.numel()]
         self._shards = [shard for _, shard in shards]
         replicas, alike = comm.topology.replicas, 1 if comm.model is None else comm.model.size
         self._owners = [replicas * (1 if is_tensor_parallel(parameter) else alike) for parameter, _ in shards]

@@ -16,7 +16,7 @@ from lightning_zero.partition import hooks
 from lightning_zero.partition.buffer import ShardedBuffer, State
 from lightning_zero.partition.clipping import GradientShards
 from lightning_zero.partition.elementwise import check_supported, state_bytes
-from lightning_zero.partition.gradients import GradientSync, UnitGradients, gradient_dtypes
+from lightning_zero.partition.gradients import GradientSync, UnitGradients, gradient_dtypes, is_unfrozen
 from lightning_zero.partition.grouping import check_nothing_new
 from lightning_zero.partition.loading import Loading
 from lightning_zero.partition.memory import BufferPool, Ledger
@@ -319,16 +319,11 @@ class ZeroEngine:
     def _look_for_unfrozen(self) -> None:
         """Parameters that were frozen so far may be trained from now on (finetuning callbacks)."""
         with torch._C.DisableTorchFunctionSubclass():
-            found = any(self._is_unfrozen(unit) for unit in self.units)
+            found = any(is_unfrozen(unit, self._gradients.get(unit.index)) for unit in self.units)
         if found:
             enabled = self._sync.enabled
             self._sync = self._make_sync()
             self._sync.enabled = enabled
-
-    def _is_unfrozen(self, unit: Unit) -> bool:
-        gradients = self._gradients.get(unit.index)
-        hooked = 0 if gradients is None else gradients.hooked
-        return any(p.requires_grad and not hooked >> i & 1 for i, p in enumerate(unit.tensors))
 
     # -- what hooks call ---------------------------------------------------------------------------------------------
 
@@ -501,14 +496,11 @@ class ZeroEngine:
         """The reduced gradients of ``parameters``, to clip or to scale."""
         self.complete()
         self.settle()
-        parameters = list(parameters)
-        shards: list[tuple[nn.Parameter, Tensor]] = []
-        for parameter in parameters:
-            located = self.locate(parameter)
-            local = None if located is None or located[1] is None else located[1].local(located[2])
-            if local is not None and local.numel():
-                shards.append((parameter, local))
-        return GradientShards(parameters, shards, self._comm)
+        return GradientShards(parameters, self._owned_gradient, self._comm)
+
+    def _owned_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        located = self.locate(parameter)
+        return None if located is None or located[1] is None else located[1].local(located[2])
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self._comm.exchange("collecting an optimizer's state", timeout=self.config.read_timeout)

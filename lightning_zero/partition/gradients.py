@@ -363,6 +363,12 @@ class UnitGradients:
         self.buffer.rest = self._rest if shard.numel() else None
 
 
+def is_unfrozen(unit: Unit, gradients: UnitGradients | None) -> bool:
+    """Whether parameters are trained whose gradients nobody waits for yet."""
+    hooked = 0 if gradients is None else gradients.hooked
+    return any(p.requires_grad and not hooked >> i & 1 for i, p in enumerate(unit.tensors))
+
+
 class GradientSync:
     """Reduces the units' gradients, in one order on every rank.
 
