@@ -51,13 +51,21 @@ def read_as_loaded(module: nn.Module) -> Iterator[None]:
     """In ``module.load_state_dict`` inside, what waits is read for one submodule at a time, and not kept."""
 
     def enter(submodule: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        # The dict is that submodule's own.
-        for name in (*submodule._parameters, *submodule._buffers):
-            value = state.get(prefix + name)
+        # The dict is that submodule's own. Scripted children take no hooks.
+        scripted = [name + "." for name, child in submodule.named_children() if isinstance(child, torch.jit.ScriptModule)]
+        names = {prefix + name for name in (*submodule._parameters, *submodule._buffers)}
+        starts = tuple(prefix + name for name in scripted)
+        names |= {key for key in state if starts and key.startswith(starts)}
+        for name in names:
+            value = state.get(name)
             if isinstance(value, WaitingTensor):
-                state[prefix + name] = value._reader.read()
+                state[name] = value._reader.read()
 
-    hooks = [submodule.register_load_state_dict_pre_hook(enter) for submodule in module.modules()]
+    hooks = [
+        submodule.register_load_state_dict_pre_hook(enter)
+        for submodule in module.modules()
+        if not isinstance(submodule, torch.jit.ScriptModule)
+    ]
     try:
         yield
     finally:

@@ -65,7 +65,7 @@ def usable_cores() -> frozenset[int]:
 
 def agreed_threads(comm: Comm, count: int | None, bind: bool) -> Threads:
     """The threads of this rank; all ranks call it. See :func:`make_threads`."""
-    mine = (comm.topology.members[comm.rank], _host(), usable_cores())
+    mine = (comm.rank, _host(), usable_cores())
     ranks = comm.all_gather_object(mine)
     if comm.model is not None:
         ranks = [rank for column in comm.model.all_gather_object(ranks) for rank in column]

@@ -136,7 +136,10 @@ class ShardedBuffer:
             return
         if self.state is State.GATHERING:
             self._wait()
-        self.detach()
+            self.state = State.SHARDED  # the tensors are handles, or view another buffer
+            self._pool.ledger.changed()
+        else:
+            self.detach()
         if not self._whole and self.buffer is not None:
             self._pool.give(self.layout, self.buffer)
             self.buffer = None
@@ -159,6 +162,12 @@ class ShardedBuffer:
         self.detach()
         self._work = _Here()
         self.state = State.GATHERING
+
+    def arrive(self) -> None:
+        """Wait for a gather under way, and leave it at that."""
+        if self.state is State.GATHERING:
+            self._wait()
+            self._work = _Here()
 
     def serve(self) -> None:
         """Take part in a gather that only other ranks need."""

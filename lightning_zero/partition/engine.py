@@ -18,6 +18,7 @@ from lightning_zero.partition.clipping import GradientShards
 from lightning_zero.partition.elementwise import check_supported, state_bytes
 from lightning_zero.partition.gradients import GradientSync, UnitGradients, gradient_dtypes, is_unfrozen
 from lightning_zero.partition.grouping import check_nothing_new
+from lightning_zero.partition.inside import InsideReads
 from lightning_zero.partition.loading import Loading
 from lightning_zero.partition.memory import BufferPool, Ledger
 from lightning_zero.partition.optimizer import OptimizerBinding, StateForm, Updater
@@ -89,6 +90,7 @@ class ZeroEngine:
         self.whole = WholeTensors(self.units, comm, self._pool, self.tiers.whole)
         self.shards = LocalShards(self.units)
         self._schedule = Schedule(self.units, comm, config.prefetch, config.read_timeout)
+        self._inside = InsideReads(self._schedule)
         self._saved = hooks.SavedTensors(self, keeper)
         self._packs = self._shards_parameters or keeper is not None
         for unit in self.units:
@@ -179,7 +181,7 @@ class ZeroEngine:
     @contextmanager
     def step(self, kind: str, backward_follows: bool = False) -> Iterator[None]:
         """One call of a step method. With ``backward_follows`` the phase stays open until :meth:`backward` ends."""
-        self._saved.begin_forward(self._resident())
+        self._saved.begin_forward(hooks.resident(self.module, self.units))
         if not self.units:
             with self._saved.context() if self._packs else nullcontext():
                 yield
@@ -215,15 +217,6 @@ class ZeroEngine:
         with self._saved.context() if self._packs else nullcontext():
             yield
         self._close_backward()
-
-    def _resident(self) -> Iterator[Tensor]:
-        """What stays on the device all the time, though autograd saves it."""
-        yield from self.module.buffers()
-        if not self.units:
-            yield from self.module.parameters()
-        for unit in self.units:
-            if unit.buffer.is_whole and unit.buffer.buffer is not None:
-                yield unit.buffer.buffer.flat
 
     def complete(self) -> None:
         """A training step without a backward (it returned None) still takes part in the other ranks' reduction."""
@@ -281,6 +274,7 @@ class ZeroEngine:
         for binding in self._bindings:
             binding.begin_backward()
         self._look_for_unfrozen()
+        self._inside.settle()
         self._sync.begin_backward()
         self._backward_open = True
 
@@ -311,10 +305,9 @@ class ZeroEngine:
             stop = int(self._comm.all_reduce(torch.tensor(stop), "max"))
         if stop:
             self.on_stop()
-        before = self._sync.accumulated()
         self._outside.forget_edits()
         self._sync.flush(use, late)
-        self._sync.show(use, before)
+        self._sync.show(use)
 
     def _look_for_unfrozen(self) -> None:
         """Parameters that were frozen so far may be trained from now on (finetuning callbacks)."""
@@ -331,7 +324,10 @@ class ZeroEngine:
         self.unshard(unit)
 
     def post_forward(self, unit: Unit, module: nn.Module) -> None:
-        if not self._shards_parameters or not self._schedule.active or hooks.in_backward():
+        if not self._schedule.active or hooks.in_backward():
+            return
+        # Whole parameters that are frozen show their master weights again, see InsideReads.
+        if not self._shards_parameters and (unit.face is unit.buffer or unit.index in self._gradients):
             return
         unit.finished_modules.add(module)
         if len(unit.finished_modules) >= len(unit.modules) and not self._schedule.keeps(unit):
@@ -363,8 +359,11 @@ class ZeroEngine:
             buffer = unit.buffer
             if buffer.state is State.UNSHARDED:
                 return
+            if self._inside.units:
+                self._inside.settle()
             if buffer.is_whole:
                 buffer.unshard()
+                unit.finished_modules.clear()
                 return
             self._schedule.want(unit)
             self._saved.watch(unit)
@@ -410,7 +409,9 @@ class ZeroEngine:
         located = self._where.get(id(tensor))
         if located is not None:
             unit, index = located
-            if self.computes or unit.face.is_whole:
+            if self._inside.shows(unit):
+                self._inside.look(unit)
+            elif self.computes or unit.face.is_whole:
                 self.unshard(unit)
             else:
                 self._unshard_outside(unit, False, f"parameter {unit.names[index]!r}")
@@ -435,25 +436,26 @@ class ZeroEngine:
     # -- resharding --------------------------------------------------------------------------------------------------
 
     def _reshard(self, unit: Unit) -> None:
-        if unit.buffer.is_whole or unit.buffer in self._outside:
+        if unit.buffer in self._outside:
             return
         if not unit.unsharded_in_backward:
             unit.keep_edits()
-        unit.buffer.reshard()
+        if unit.buffer.is_whole:
+            unit.buffer.hide()
+        else:
+            unit.buffer.reshard()
         unit.finished_modules.clear()
         unit.pending_backward = 0
 
     def _reshard_all(self) -> None:
+        self._inside.settle()
         for unit in self.units:
             if unit.buffer.state is State.UNSHARDED:
-                if unit.buffer.is_whole:
-                    unit.keep_edits()
-                    unit.buffer.hide()
-                else:
-                    self._reshard(unit)
+                self._reshard(unit)
 
     def settle(self) -> None:
         """Let what the user did outside of a step take effect: keep edits, reshard what was read."""
+        self._inside.settle()
         if self.config.residence.whole_parameters:
             for unit in self.units:
                 if unit.buffer.state is State.UNSHARDED:
@@ -464,10 +466,7 @@ class ZeroEngine:
         """The same where all ranks meet, and no step follows that would find out whether their edits are the same."""
         self.settle()
         if self.config.residence.whole_parameters:
-            most, least = self._comm.exchange(place, [self._outside.edits], timeout=self.config.read_timeout)
-            if most != least:
-                self._outside.compare_edits(self.units)
-            self._outside.forget_edits()
+            self._outside.meet(self.units, place, self.config.read_timeout)
 
     # -- optimizers --------------------------------------------------------------------------------------------------
 

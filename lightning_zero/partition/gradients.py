@@ -81,7 +81,9 @@ class UnitGradients:
         """Parameters whose gradient has come; it may come again (a parameter inside and outside a reentrant recompute)."""
         self.filled = 0
         """Parameters with something in ``flat``."""
-        self.accumulated = 0
+        self.accumulated = self.before = 0
+        """Parameters with a reduced sum, now and when this backward began: what is reduced while it runs counts as a sum of
+        all of the unit's."""
         """Parameters whose reduced sum stands in ``shard``."""
         self.used = 0
         """Parameters that this rank has had a gradient for since the last reduction."""
@@ -166,6 +168,7 @@ class UnitGradients:
         self.settle()
         self.used = self.filled
         self.accumulated &= kept
+        self.before = self.accumulated
         if not self.accumulated:
             self._set_shard(None)
         elif self._whole and self._link is None:
@@ -448,16 +451,13 @@ class GradientSync:
         if not self._order_is_observed and any(used):
             self._adopt_order()
 
-    def show(self, used: Sequence[int], previous: Sequence[int]) -> None:
-        for gradients, now, before in zip(self._gradients, used, previous, strict=True):
-            gradients.show(now | before)
+    def show(self, used: Sequence[int]) -> None:
+        for gradients, now in zip(self._gradients, used, strict=True):
+            gradients.show(now | gradients.before)
 
     def show_local(self) -> None:
         for gradients in self._gradients:
             gradients.show_local()
-
-    def accumulated(self) -> tuple[int, ...]:
-        return tuple(g.accumulated for g in self._gradients)
 
     def close(self) -> None:
         self._in_flight, self._landing, self._leaving = [], [], []

@@ -1,6 +1,6 @@
 """Hooks on modules, parameters and autograd that call the engine; nothing else."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -91,6 +91,8 @@ def hook_loading(
 ) -> Iterator[RemovableHandle]:
     """Bracket what ``load_state_dict`` does with each module."""
     for submodule in module.modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
+            continue  # it takes no such hooks, and its parameters are not sharded
         yield submodule.register_load_state_dict_pre_hook(_ModuleHook(submodule, enter))
         yield submodule.register_load_state_dict_post_hook(_ModuleHook(submodule, leave))
 
@@ -176,6 +178,16 @@ class Keeper(Protocol):
     def unpack(self, saved: Any) -> Tensor: ...
 
 
+def resident(module: nn.Module, units: Sequence[Unit]) -> Iterator[Tensor]:
+    """What stays on the device all the time, though autograd saves it."""
+    yield from module.buffers()
+    if not units:
+        yield from module.parameters()
+    for unit in units:
+        if unit.buffer.is_whole and unit.buffer.buffer is not None:
+            yield unit.buffer.buffer.flat
+
+
 class SavedTensors:
     """[Note: never hold bytes, hold a promise]
 
@@ -227,10 +239,20 @@ class SavedTensors:
             if buffer is not None and buffer.cdata == storage and buffer.flat.dtype == tensor.dtype:
                 return _Promise(unit, tensor)
         if self._keeper is None or storage in self._resident:
-            return tensor
+            # What goes through hooks, autograd does not check for having been changed in place.
+            return tensor, tensor._version
         return self._keeper.pack(tensor)
 
     def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is tuple:
+            tensor, version = saved
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                    f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+                    " instead. Change a copy of it, or run with torch.autograd.set_detect_anomaly(True) to find the operation."
+                )
+            return tensor
         if not isinstance(saved, _Promise):
             return saved if self._keeper is None else self._keeper.unpack(saved)
         self._listener.unshard(saved.unit)

@@ -90,6 +90,13 @@ class OutsideReads:
         """Raise RuntimeError if the ranks' edits of whole units differ. All ranks call it."""
         self._compare(units, self._edited)
 
+    def meet(self, units: list[Unit], place: str, timeout: float) -> None:
+        """The same where no step follows that would find out; waits ``timeout`` seconds for the other ranks."""
+        most, least = self._comm.exchange(place, [self.edits], timeout=timeout)
+        if most != least:
+            self.compare_edits(units)
+        self.forget_edits()
+
     def forget_edits(self) -> None:
         """They are the same on all ranks."""
         self._edited.clear()

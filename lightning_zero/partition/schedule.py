@@ -20,9 +20,9 @@ from lightning_zero.partition.unit import Unit
 
 @dataclass(frozen=True)
 class Step:
-    """One gather of a plan; ``keep``: the same unit comes next again, so it is not given up in between."""
+    """One gather of a plan; ``keep``: the same buffer comes next again, so it is not given up in between."""
 
-    unit: int
+    buffer: int
     keep: bool = False
 
 
@@ -30,7 +30,8 @@ class Schedule:
     """Decides when which unit is gathered. See [Note: one order on every rank]."""
 
     def __init__(self, units: Sequence[Unit], comm: Comm, prefetch: int, read_timeout: float) -> None:
-        self._units = units
+        self._buffers = [*(unit.buffer for unit in units), *(unit.face for unit in units)]
+        """What can be gathered, by index: what steps compute with, then what users see of it."""
         self._comm = comm
         self._prefetch = prefetch
         self._read_timeout = read_timeout
@@ -41,7 +42,7 @@ class Schedule:
         self._extra: list[int] = []
         self._kept: set[int] = set()
         self._ahead: set[int] = set()
-        """Units on their way that nobody has asked for yet."""
+        """Buffers on their way that nobody has asked for yet."""
 
     @property
     def active(self) -> bool:
@@ -57,21 +58,23 @@ class Schedule:
         self._cursor = 0
         self._extra, self._kept, self._ahead = [], set(), set()
 
-    def want(self, unit: Unit) -> None:
-        """Unshard ``unit`` now."""
-        if unit.buffer.state is State.UNSHARDED:
+    def want(self, unit: Unit, face: bool = False) -> None:
+        """Unshard ``unit`` now, or its ``face``."""
+        index = unit.index + face * (len(self._buffers) // 2)
+        buffer = self._buffers[index]
+        if buffer.state is State.UNSHARDED:
             return
-        if unit.buffer.state is State.SHARDED:
-            position = self._find(unit)
+        if buffer.state is State.SHARDED:
+            position = self._find(index)
             if position is not None:
                 self._follow(position)
             elif self._comm.world_size == 1:
-                self._extra.append(unit.index)
+                self._extra.append(index)
             else:
                 self._follow(len(self._plan))
-                self._ask(unit)
-        unit.buffer.unshard()
-        self._ahead.discard(unit.index)
+                self._ask(index)
+        buffer.unshard()
+        self._ahead.discard(index)
         self._fetch_ahead()
 
     def keeps(self, unit: Unit) -> bool:
@@ -82,12 +85,12 @@ class Schedule:
         """Close the phase on all ranks; returns whether all ranks gave the same ``facts`` (up to three)."""
         self._follow(len(self._plan))
         same = self._answer(facts)
-        for unit in self._units:
+        for buffer in self._buffers:
             # Whole buffers are on their way from an update, not fetched for this phase.
-            if unit.buffer.state is State.GATHERING and not unit.buffer.is_whole:
-                unit.buffer.reshard()
-            if unit.buffer.rest is not None:
-                unit.buffer.rest.forget()
+            if buffer.state is State.GATHERING and not buffer.is_whole:
+                buffer.reshard()
+            if buffer.rest is not None:
+                buffer.rest.forget()
         if self._extra:
             self._plans[self._key] = _collapse([*self._plan, *(Step(index) for index in self._extra)])
         self._key = None
@@ -107,48 +110,49 @@ class Schedule:
         wishes = [wish] if most == least else self._comm.all_gather_object(wish)
         return [(index // 2, bool(index % 2)) for index in sorted(set(wishes))]
 
-    def _find(self, unit: Unit) -> int | None:
+    def _find(self, index: int) -> int | None:
         for position in range(self._cursor, len(self._plan)):
-            if self._plan[position].unit == unit.index:
+            if self._plan[position].buffer == index:
                 return position
         return None
 
     def _follow(self, position: int) -> None:
         """Take part in the planned gathers before ``position`` that this rank has no use for, and move past it."""
         while self._cursor < min(position, len(self._plan)):
-            self._units[self._plan[self._cursor].unit].buffer.serve()
+            self._buffers[self._plan[self._cursor].buffer].serve()
             self._cursor += 1
         if position < len(self._plan):
             self._enter(self._plan[position])
 
     def _enter(self, step: Step) -> None:
         self._cursor += 1
-        self._kept.discard(step.unit)
+        self._kept.discard(step.buffer)
         if step.keep:
-            self._kept.add(step.unit)
+            self._kept.add(step.buffer)
 
     def _fetch_ahead(self) -> None:
         while len(self._ahead) < self._prefetch and self._cursor < len(self._plan):
             step = self._plan[self._cursor]
-            buffer = self._units[step.unit].buffer
+            buffer = self._buffers[step.buffer]
             if buffer.state is not State.SHARDED:
                 return
             buffer.unshard_async()
             self._enter(step)
-            self._ahead.add(step.unit)
+            self._ahead.add(step.buffer)
         # Shards that rest elsewhere come one window before their gather.
         for step in self._plan[self._cursor : self._cursor + self._prefetch]:
-            self._units[step.unit].buffer.stage()
+            self._buffers[step.buffer].stage()
 
-    def _ask(self, unit: Unit) -> None:
-        """Agree on units to gather until this rank's turn has come."""
+    def _ask(self, index: int) -> None:
+        """Agree on buffers to gather until this rank's turn has come."""
         while True:
-            most, _ = self._comm.exchange(_PLACE, [unit.index + 1], f"(wants {unit.name!r} in {self._key})")
+            name = self._buffers[index].name
+            most, _ = self._comm.exchange(_PLACE, [index + 1], f"(wants {name!r} in {self._key})")
             winner = most[0] - 1
             self._extra.append(winner)
-            if winner == unit.index:
+            if winner == index:
                 return
-            self._units[winner].buffer.serve()
+            self._buffers[winner].serve()
 
     def _answer(self, facts: Sequence[int]) -> bool:
         """Serve the ranks that still ask; returns whether all gave the same facts."""
@@ -160,17 +164,17 @@ class Schedule:
             if winner < 0:
                 return most == least
             self._extra.append(winner)
-            self._units[winner].buffer.serve()
+            self._buffers[winner].serve()
 
 
 _PLACE = "in a step"
 
 
 def _collapse(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Merge gathers of one unit that follow each other, marking that the unit is kept."""
+    """Merge gathers of one buffer that follow each other, marking that it is kept."""
     merged: list[Step] = []
     for step in steps:
-        if merged and merged[-1].unit == step.unit:
+        if merged and merged[-1].buffer == step.buffer:
             merged[-1] = replace(merged[-1], keep=True)
         else:
             merged.append(step)

@@ -1,8 +1,10 @@
 """Unit: parameters that are unsharded and resharded together, and their master shard."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_zero.comm import Comm
@@ -325,13 +327,26 @@ class Unit:
     def keep_in_master(self) -> None:
         """Let the master take what the shard's weights differ in from it."""
         if self.master is not None and not self._is_as_published():
-            write_changes(self.buffer.shard, self.master)
+            if write_changes(self.buffer.shard, self.master) and self._shows_main:
+                _warn_of_rounding(self.name, str(self.dtype).removeprefix("torch."))
             self._published = self._sum_of_weights()
             self.put_away()
 
     def _follow_shard(self) -> None:
         if self.master is None and self.main_rest is None:
             self._point_shards(self.main)  # it may have moved
+
+    def keep_exact_edits(self) -> None:
+        """Let edits of the face, made inside a step, reach what the step computes with, which may be on its way already."""
+        changed = self.face.keep_edits()
+        if self.buffer.buffer is not None and self.face.buffer is not None:
+            self.buffer.arrive()
+            self.buffer.buffer.flat.copy_(self.face.buffer.flat)
+        if self.buffer.is_whole:
+            self._published = self._sum_of_weights()
+        elif changed:
+            self.publish()
+        self.put_away()
 
     def keep_outside_edits(self) -> None:
         """Let edits made outside of a step, on all ranks, reach what steps compute with."""
@@ -353,6 +368,15 @@ class Unit:
 
     def _is_as_published(self) -> bool:
         return self._published is not None and self._published == self._sum_of_weights()
+
+
+@cache
+def _warn_of_rounding(name: str, dtype: str) -> None:
+    rank_zero_warn(
+        f"Parameters of {name!r} were edited inside a step, through the {dtype} weights that it computes with: what is smaller"
+        " than those can express is lost. Edit them under torch.no_grad() before the forward, or in a hook such as"
+        " `on_train_batch_end`: there they show their fp32 master weights."
+    )
 
 
 def _checksum(flat: Tensor) -> int:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -527,3 +528,98 @@ def given_up() -> dict[str, bool]:
 
 def test_edits_without_write_back_are_dropped_also_after_an_exception() -> None:
     assert run(2, given_up) == [{"kept": True}] * 2
+
+
+# -- in mixed precision ----------------------------------------------------------------------------------------------
+
+
+class Follows(Case):
+    """A momentum encoder that moves by less than 16 bits can express, and a clamped weight, inside the step."""
+
+    first = True
+    optimizer: Any = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for student, teacher in self.pairs():
+            teacher.mul_(0.999).add_(student, alpha=0.001)
+        self.student[0].weight.clamp_(-0.3, 0.3)
+        if self.global_rank == 0:  # the other ranks answer
+            self.extra.setdefault("seen", []).append(float(self.teacher[2].weight.sum()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.first:
+            self.follow()
+        loss = self.loss(batch)
+        if not self.first:
+            self.follow()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.student.parameters())
+
+
+class FollowsWithAdam(Follows):
+    optimizer = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+
+
+class FollowsAfterForward(Follows):
+    """By then the student's weights may be those that backward needs, of 16 bits."""
+
+    first = False
+
+
+@pytest.mark.parametrize(
+    ("world", "module", "precision"),
+    [
+        (1, Follows, "bf16-mixed"), (2, Follows, "bf16-mixed"), (2, FollowsWithAdam, "16-mixed"),
+        (2, FollowsAfterForward, "bf16-mixed"), (3, FollowsWithAdam, "bf16-mixed"),
+    ],
+)  # fmt: skip
+def test_small_edits_inside_a_step_of_mixed_precision(
+    world: int, module: type[Follows], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To DDP's bits where master weights are edited. In 16 bits the teacher would not move at all."""
+    monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
+    settings = {"data": (48, WIDTH), "precision": precision, "strategy_kwargs": {"reduce_dtype": torch.float32}}
+    results = [
+        {stage: replace(outcome, metrics={}) for stage, outcome in by_stage.items()}
+        for by_stage in run(world, all_stages, module, settings)
+    ]
+    exact = world < 3 and module.first
+    torch.manual_seed(0)
+    before = module().teacher[2].weight
+    for by_stage in results:
+        moved = (by_stage[0].weights["teacher.2.weight"] - before).abs().max()
+        assert 1e-4 < moved < 2e-2
+        for stage in STAGES:
+            if exact:
+                assert by_stage[stage].extra == by_stage[0].extra
+            else:
+                apart = by_stage[stage].weights["teacher.2.weight"] - by_stage[0].weights["teacher.2.weight"]
+                assert apart.abs().max() < moved / 20
+    assert_same(results, exact, atol=1e-6 if exact else 2e-3)
+
+
+class Scales(Case):
+    """Edits weights in 16 bits, since gradients are on: through ``.data``."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.student[2].weight.data.mul_(1.01)
+        return loss
+
+
+def warnings_of_edits(stage: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(Scales, stage, data=(8, WIDTH), precision="bf16-mixed")
+    return [str(w.message) for w in caught if "edited inside a step" in str(w.message)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_that_lose_bits_are_told(stage: int) -> None:
+    told = run(2, warnings_of_edits, stage)[0]
+    assert len(told) == 1
+    assert "edited inside a step, through the bfloat16 weights" in told[0]
+    assert "Edit them under torch.no_grad() before the forward, or in a hook" in told[0]

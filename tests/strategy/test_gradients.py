@@ -638,3 +638,97 @@ def test_steps_without_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
     for settings in ({}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}):
         assert_same(run(1, all_stages, Silent, {**settings_of(Silent), **settings}), exact=False)
+
+
+# -- many units, and parts that nobody uses --------------------------------------------------------------------------
+
+
+class Idle(pl.LightningModule):
+    """Each layer has a weight that is trained and one that no rank ever uses: more units than are reduced at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"used": nn.Linear(6, 6), "idle": nn.Linear(2, 2)}) for _ in range(8))
+        self.extra: dict[str, Any] = {"with a gradient": []}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = torch.tanh(layer["used"](batch))
+        return batch.square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.extra["with a gradient"].append([name for name, p in self.named_parameters() if p.grad is not None])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_nobody_uses_has_no_gradient_and_does_not_decay(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
+    settings = {"data": (16, 6), "strategy_kwargs": {"unit_policy": nn.ModuleDict}}
+    results = run(world, idle_everywhere, settings)
+    assert_same(results)
+    for by_stage in results:
+        for found in by_stage.values():
+            assert all(names and all("idle" not in name for name in names) for names in found.extra["with a gradient"])
+            assert torch.equal(found.weights["layers.0.idle.weight"], by_stage[0].weights["layers.0.idle.weight"])
+
+
+def idle_everywhere(settings: dict[str, Any]) -> dict[int, Outcome]:
+    reference = trained(Idle, 0, data=settings["data"])
+    return {0: reference, **{stage: trained(Idle, stage, **settings) for stage in STAGES}}
+
+
+class WritesOver(pl.LightningModule):
+    """Changes what backward needs, which torch refuses."""
+
+    recomputes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        h = self.a(batch)
+        y = self.b(h)
+        h.mul_(2)
+        return self.c(torch.tanh(y)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class AddsToItsInput(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x += torch.tanh(super().forward(x.clone()))
+        return x
+
+
+class RecomputesWrittenOver(WritesOver):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = AddsToItsInput(6, 6)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.c(self.b(self.a(batch))).square().mean()
+
+
+def message(module: type[WritesOver], stage: int, **kwargs: Any) -> str:
+    try:
+        trained(module, stage, data=(8, 6), strategy_kwargs=kwargs)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+def messages() -> list[str]:
+    found = [message(WritesOver, stage) for stage in (0, *STAGES)]
+    return found + [message(RecomputesWrittenOver, s, activation_checkpointing_policy=AddsToItsInput) for s in STAGES]
+
+
+def test_what_backward_needs_and_is_written_over_is_refused_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_ALWAYS_RELEASE", "1")
+    for found in (*run(1, messages), *run(2, messages)):
+        for text in found:
+            assert "one of the variables needed for gradient computation has been modified by an inplace operation" in text

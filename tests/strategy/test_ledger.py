@@ -16,7 +16,7 @@ from lightning_zero.estimate import estimate_engine
 from lightning_zero.formulas import HOST_KINDS
 from tests.harness import make_trainer, run
 from tests.parity import STAGES, RandomData
-from tests.slow_link import FarStrategy
+from tests.slow_link import EarlyStrategy, FarStrategy
 
 WIDTH, LAYERS = 64, 6
 # Batches, counters and placeholders have less; the smallest shard of three ranks has more.
@@ -90,7 +90,7 @@ VARIANTS: dict[str, tuple[type[ZeroStrategy], dict[str, Any], dict[str, Any], se
     "here": (ZeroStrategy, {}, {"accumulate_grad_batches": 2}, set()),
     "here, bf16": (ZeroStrategy, {}, {"precision": "bf16-true", "accumulate_grad_batches": 2}, set()),
     "delayed": (ZeroStrategy, {"offload": True, "delayed_update": 2}, {}, {"delayed_gradients"}),
-    "early": (ZeroStrategy, {"offload": OffloadConfig(early_update=True)}, {}, {"undo"}),
+    "early": (EarlyStrategy, {"offload": OffloadConfig(early_update=True)}, {}, {"undo"}),
     "far, bf16": (FarStrategy, {"offload": True}, {"precision": "bf16-true"}, {"staging"}),
     "far, summed": (FarStrategy, {"offload": True}, {"precision": "bf16-true", "accumulate_grad_batches": 2}, {"staging"}),
     "far, delayed": (FarStrategy, {"offload": True, "delayed_update": 2}, {}, {"staging", "delayed_gradients"}),
