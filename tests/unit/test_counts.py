@@ -118,7 +118,7 @@ def test_collectives_of_a_step(stage: int, group: int | None) -> None:
 
 # Python functions of this package that a step calls, at most: anyway, for each unit, for each parameter. A twentieth more
 # than were counted when this was written; whoever makes them fewer may lower the numbers.
-FUNCTIONS = {1: (65, 107, 14), 2: (71, 118, 14), 3: (40, 178, 24)}
+FUNCTIONS = {1: (69, 108, 14), 2: (75, 118, 14), 3: (40, 178, 24)}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
