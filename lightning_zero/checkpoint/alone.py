@@ -35,10 +35,23 @@ def load_from_checkpoint(module_class: type[Module], path: str | os.PathLike, **
             check_outline(checkpoint)
             if "state_dict" not in checkpoint:
                 raise ValueError("it has no 'state_dict'")
-        return module_class.load_from_checkpoint(os.fspath(path), **kwargs)
+        return _loaded(module_class, os.fspath(path), path, kwargs)
     folder = FolderCheckpoint(path, kwargs.get("weights_only"), alone=True)
     meta = folder.meta()
     with tempfile.TemporaryFile() as file:
         torch.save({**meta, "state_dict": from_folder(folder, meta, {})["state_dict"]}, file)
         file.seek(0)
-        return module_class.load_from_checkpoint(file, **kwargs)
+        return _loaded(module_class, file, path, kwargs)
+
+
+def _loaded(module_class: type[Module], source: Any, path: str | os.PathLike, kwargs: dict[str, Any]) -> Module:
+    try:
+        return module_class.load_from_checkpoint(source, **kwargs)
+    except NotImplementedError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{module_class.__name__} cannot be made of {os.fspath(path)!r} alone: it builds parameters on the meta device, which"
+            " only a strategy fills. Let a Trainer with ZeroStrategy read the checkpoint (`ckpt_path`), or leave"
+            " torch.device('meta') out where there is no Trainer."
+        ) from error

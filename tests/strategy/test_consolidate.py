@@ -60,6 +60,21 @@ def test_a_module_from_a_folder(saved: Path, tmp_path: Path) -> None:
         load_from_checkpoint(Wide, tmp_path)
 
 
+class WideOnMeta(Wide):
+    """Would be filled by a strategy."""
+
+    def configure_model(self) -> None:
+        self.to("meta")
+
+
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+def test_a_module_built_on_the_meta_device_needs_a_trainer(saved: Path) -> None:
+    for form in ("full", "sharded"):
+        path = saved / f"32-{form}.ckpt"
+        with pytest.raises(RuntimeError, match=f"WideOnMeta cannot be made of '{path}' alone: .* Let a Trainer"):
+            load_from_checkpoint(WideOnMeta, path, map_location="cpu")
+
+
 def test_safetensors(saved: Path, tmp_path: Path) -> None:
     for name in CASES:
         file = tmp_path / f"{name}.safetensors"
