@@ -1,7 +1,7 @@
 """The largest GPT that trains inside a fixed amount of resident memory: plain Lightning, DDP, stage 3, and files.
 
-    python benchmarks/capacity.py --cap-gb 3 --folder /tmp --json result.json
-    python benchmarks/capacity.py --cap-gb 3 --folder /tmp --modes all-nvme --blocks 24 --width 2048
+    python -m benchmarks.capacity --cap-gb 3 --folder /tmp --json result.json
+    python -m benchmarks.capacity --cap-gb 3 --folder /tmp --modes all-nvme --blocks 24 --width 2048
 
 The first is the whole table: about 20 runs, and half an hour on a disk of 1.5 GB/s.
 
@@ -13,11 +13,13 @@ after ``--tries`` runs, or at ``--most`` million parameters, beyond which nothin
 ``--seconds`` is killed as well.
 
 With ``--blocks`` one size is run instead of searching. Seconds of a step are those of the last one; of these, ``I/O`` is when
-the disk was busy, and ``waiting`` when nothing else was. The bandwidth is that of one file, measured before.
+the disk was busy, and ``waiting`` when nothing else was. Beside it is what the disk gives to four threads of which two read
+while two write, measured just before each run.
 """
 
 import argparse
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -25,53 +27,34 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks.models import GPT
 from lightning_zero import OffloadConfig, ZeroStrategy
-from lightning_zero.disk import measure
 
 VOCABULARY = 256
 POLL_SECONDS = 0.02
-SIZE_OF_DISK_TEST = 2**30
+DISK_BLOCK, DISK_FILE = 4 * 2**20, 2**28
+"""Bytes that are read or written at once, and those of each of four files."""
 BASE_BYTES = 0.55e9
 """Of a rank without a model."""
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = width // 64
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, dim=-1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(pl.LightningModule):
+class Training(pl.LightningModule):
     def __init__(self, width: int, blocks: int, context: int) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.model = GPT(width, blocks, width // 64, VOCABULARY, context)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.tokens(batch) + self.positions.weight
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        return self.model(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
@@ -159,7 +142,7 @@ def train(job: dict[str, Any]) -> None:
         callbacks=[phases], default_root_dir=folder,
     )  # fmt: skip
     with trainer.init_module(empty_init=mode.strategy is not None):
-        module = GPT(job["width"], job["blocks"], job["context"])
+        module = Training(job["width"], job["blocks"], job["context"])
     trainer.fit(module, DataLoader(torch.randint(VOCABULARY, (job["steps"] * mode.ranks, job["context"]))))
     if not all(torch.isfinite(parameter.flatten()[-1]) for parameter in module.parameters()):
         raise RuntimeError("the weights are not finite after fit")
@@ -168,6 +151,28 @@ def train(job: dict[str, Any]) -> None:
 
 
 # -- outside -----------------------------------------------------------------------------------------------------------
+
+
+def bandwidth(folder: str) -> float:
+    """Bytes per second of two threads that read and two that write, each a file of its own, past the page cache."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="capacity-") as inside, ThreadPoolExecutor(4) as pool:
+        block = mmap.mmap(-1, DISK_BLOCK)  # at the beginning of a page, as direct access wants it
+        block.write(os.urandom(DISK_BLOCK))
+        paths = [os.path.join(inside, str(index)) for index in range(4)]
+
+        def go(path: str, reads: bool) -> None:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+            into = mmap.mmap(-1, DISK_BLOCK)
+            for _ in range(DISK_FILE // DISK_BLOCK):
+                moved = os.readv(file, [into]) if reads else os.write(file, block)
+                if moved != DISK_BLOCK:
+                    raise OSError(f"{path}: {moved} bytes instead of {DISK_BLOCK}")
+            os.close(file)
+
+        list(pool.map(go, paths, [False] * 4))
+        start = time.perf_counter()
+        list(pool.map(go, paths, [True, True, False, False]))
+        return 4 * DISK_FILE / (time.perf_counter() - start)
 
 
 def resident(session: int) -> dict[str, int]:
@@ -187,6 +192,7 @@ def resident(session: int) -> dict[str, int]:
 
 def attempt(job: dict[str, Any], cap: float) -> dict[str, Any]:
     """Run one size. ``passed`` is whether it came to its end below the cap, ``peaks`` the most resident bytes by phase."""
+    disk = bandwidth(job["folder"])
     with tempfile.TemporaryDirectory(dir=job["folder"], prefix="capacity-") as folder:
         given = json.dumps({**job, "folder": folder})
         threads = str(max(1, (os.cpu_count() or 1) // MODES[job["mode"]].ranks))
@@ -194,7 +200,7 @@ def attempt(job: dict[str, Any], cap: float) -> dict[str, Any]:
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MALLOC_MMAP_THRESHOLD_": "1048576"}
         with open(os.path.join(folder, "output"), "w") as output:
             process = subprocess.Popen(
-                [sys.executable, __file__, "--run", given], stdout=output, stderr=output, env=environment, start_new_session=True
+                [sys.executable, "-m", "benchmarks.capacity", "--run", given], stdout=output, stderr=output, env=environment, start_new_session=True
             )
             seen: list[tuple[float, dict[str, int]]] = []
             killed = False
@@ -214,7 +220,7 @@ def attempt(job: dict[str, Any], cap: float) -> dict[str, Any]:
         for when, sizes in seen:
             phase = next((name for start, name in reversed(marks) if float(start) <= when), "start")
             peaks[phase] = max(peaks[phase], sizes, key=lambda one: sum(one.values()))
-        found = {**job, "passed": not killed, "peaks": dict(peaks), "peak": max(sum(s.values()) for _, s in seen)}
+        found = {**job, "disk": disk, "passed": not killed, "peaks": dict(peaks), "peak": max(sum(s.values()) for _, s in seen)}
         if not killed:
             found |= json.loads(Path(folder, "result-0").read_text())
     print(describe(found), flush=True)
@@ -266,6 +272,8 @@ class Row:
     busy: float
     rate: float
     """Bytes per second while the disk was busy."""
+    disk: float
+    """Bytes per second that it gives, see ``bandwidth``."""
 
 
 def row_of(found: dict[str, Any]) -> Row:
@@ -273,17 +281,17 @@ def row_of(found: dict[str, Any]) -> Row:
     moved, busy = mode.ranks * (step.get("read", 0) + step.get("written", 0)), step.get("busy", 0.0)
     return Row(
         mode.name, mode.ranks, found["parameters"], found["peak"], step["seconds"], step.get("waiting", 0.0), busy,
-        moved / busy if busy else 0.0,
+        moved / busy if busy else 0.0, found["disk"],
     )  # fmt: skip
 
 
-def table(rows: list[Row], disk: float) -> str:
+def table(rows: list[Row]) -> str:
     plain = next((row.parameters for row in rows if row.mode == "plain"), None)
     lines = ["| | ranks | parameters | of plain | peak | step | compute | waiting for files | I/O | of the disk's |",
              "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
         ratio = f"{row.parameters / plain:.1f}" if plain else ""
-        io = f"{row.waiting:.1f} s | {row.rate / 1e9:.2f} GB/s | {row.rate / disk:.0%}" if row.busy else "| |"
+        io = f"{row.waiting:.1f} s | {row.rate / 1e9:.2f} GB/s | {row.rate / row.disk:.0%}" if row.busy else "| |"
         lines.append(
             f"| {row.mode} | {row.ranks} | {row.parameters / 1e6:.0f}M | {ratio} | {row.peak / 1e9:.2f} GB |"
             f" {row.seconds:.1f} s | {row.seconds - row.waiting:.1f} s | {io} |"
@@ -310,8 +318,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.run:
         return train(json.loads(args.run))
-    speed = measure(Path(args.folder), SIZE_OF_DISK_TEST)
-    print(f"{args.folder} writes {speed.write / 1e9:.2f} and reads {speed.read / 1e9:.2f} GB/s")
     rows, runs = [], []
     for name in args.modes:
         job = {"mode": name, **{key: getattr(args, key) for key in ("precision", "steps", "context", "width", "folder", "seconds")}}
@@ -324,9 +330,9 @@ def main() -> None:
             found = largest(job, cap, args)
         runs.append(found)
         rows.append(row_of(found))
-    print(table(rows, (speed.read + speed.write) / 2))
+    print(table(rows))
     if args.json:
-        result = {"arguments": vars(args), "disk": asdict(speed), "rows": [asdict(row) for row in rows], "runs": runs}
+        result = {"arguments": vars(args), "rows": [asdict(row) for row in rows], "runs": runs}
         Path(args.json).write_text(json.dumps(result, indent=1))
 
 
