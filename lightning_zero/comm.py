@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_zero import profiling
+from lightning_zero.pairs import Neighbourhood, Pairs
 from lightning_zero.topology import Topology, make_topology
 from lightning_zero.whereabouts import Whereabouts
 from lightning_zero.work import Done, Exchange, FutureWork, Result, Work
@@ -27,8 +28,8 @@ from lightning_zero.worker import Worker
 
 CONTROL_CALLS = "control"
 _WIDTH = 4
+_REDUCING = "reducing gradients"
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_TAG_ROUNDS = 1024  # a tag may come round again long after its transfer is done
 
 
 @dataclass
@@ -90,7 +91,6 @@ class Comm:
         self.device = device
         self.stats = CommStats()
         self._exchanges = 0
-        self._calls: dict[tuple[str, int], int] = defaultdict(int)
         self._worker = Worker("lightning_zero-reduce")
         self._side_stream: Any = None
         self.point_to_point = False
@@ -125,6 +125,11 @@ class Comm:
         if self._scatter_group is None:
             self._scatter_group = self._reduce_group
         self._control_group = self._new_group("gloo")
+        if self.point_to_point:
+            neighbours = Neighbourhood(topology, self.all_gather_object)
+            seconds = (timeout or dist.default_pg_timeout).total_seconds()
+            self._gathers = Pairs(0, topology, self._gather_group, seconds, neighbours)
+            self._reductions = Pairs(1, topology, self._reduce_group, seconds, neighbours)
         # A prefix of its own for every Comm, the same on all its ranks because they are made in the same order.
         store = dist.PrefixStore(f"lightning_zero/{_next_comm()}/{topology.column}", _get_default_store())
         self._whereabouts = Whereabouts(rank, topology.members, store)
@@ -169,11 +174,10 @@ class Comm:
         if not self.point_to_point:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return gather(full, own, group=self._gather_group, async_op=True)
-        tag = self._next_tag("gather", channel)
         pieces = dict(zip(self.topology.shard_group, full.chunk(self.num_shards), strict=True))
         peers = self._others(self.topology.shard_group)
-        works = self._post(self._gather_group, tag, dict.fromkeys(peers, own), {peer: pieces[peer] for peer in peers})
-        return Exchange("gathering parameters", self.rank, works, [full, shard])
+        sends, receives = dict.fromkeys(peers, own), {peer: pieces[peer] for peer in peers}
+        return self._gathers.exchange("gathering parameters", self._gathers.next_tag(channel), sends, receives, [full, shard])
 
     def reduce_scatter(self, full: Tensor, scale: float, dtype: torch.dtype, channel: int = 0) -> Work:
         """Sum the flat buffers of all ranks, times ``scale``; waiting returns this rank's shard of it as ``dtype``.
@@ -196,11 +200,11 @@ class Comm:
 
     def _reduce_by_pairs(self, full: Tensor, own: Tensor, scale: float, dtype: torch.dtype, channel: int) -> Work:
         group, replicas = self.topology.shard_group, self.topology.replica_group
-        tag, again = self._next_tag("reduce", channel), self._next_tag("reduce", channel)
+        tag, again = self._reductions.next_tag(channel), self._reductions.next_tag(channel)
         pieces = dict(zip(group, full.chunk(self.num_shards), strict=True))
         received = {peer: torch.empty_like(own) for peer in self._others(group)}
         sent = {peer: pieces[peer] for peer in received}
-        exchange = Exchange("reducing gradients", self.rank, self._post(self._reduce_group, tag, sent, received), [full])
+        exchange = self._reductions.exchange(_REDUCING, tag, sent, received, [full])
         terms = [received.get(rank, own) for rank in group]
 
         def finish() -> Tensor:
@@ -219,11 +223,10 @@ class Comm:
         pieces = dict(zip(replicas, shard.tensor_split(len(replicas)), strict=True))
         own = pieces[self.topology.rank]
         received = {peer: torch.empty_like(own) for peer in peers}
-        works = self._post(self._reduce_group, tag, {peer: pieces[peer] for peer in peers}, received)
-        exchange = Exchange("reducing gradients", self.rank, works, [shard])
+        exchange = self._reductions.exchange(_REDUCING, tag, {peer: pieces[peer] for peer in peers}, received, [shard])
         own.copy_(_sum(exchange, [received.get(rank, own) for rank in replicas], replicas.index(self.topology.rank)))
-        works = self._post(self._reduce_group, tag, dict.fromkeys(peers, own), {peer: pieces[peer] for peer in peers})
-        Exchange("reducing gradients", self.rank, works, [shard]).wait()
+        sums = {peer: pieces[peer] for peer in peers}
+        self._reductions.exchange(_REDUCING, tag, dict.fromkeys(peers, own), sums, [shard]).wait()
         return shard
 
     def _reduce_by_collectives(self, full: Tensor, own: Tensor, scale: float, dtype: torch.dtype) -> Work:
@@ -264,14 +267,6 @@ class Comm:
         self._side_stream.wait_stream(accelerator.current_stream(self.device))
         with accelerator.stream(self._side_stream):
             yield
-
-    def _post(
-        self, group: Any, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
-    ) -> list[tuple[int, Any]]:
-        """Start receiving from and sending to peers."""
-        names = self.topology.members
-        works = [(names[peer], group.recv([one], peer, tag)) for peer, one in receives.items() if one.numel()]
-        return works + [(names[peer], group.send([one], peer, tag)) for peer, one in sends.items() if one.numel()]
 
     # -- small things ------------------------------------------------------------------------------------------------
 
@@ -409,10 +404,6 @@ class Comm:
         # Starting after the own rank spreads the load: not everyone talks to the first rank first.
         own = group.index(self.topology.rank)
         return group[own + 1 :] + group[:own]
-
-    def _next_tag(self, kind: str, channel: int) -> int:
-        count = self._calls[kind, channel] = (self._calls[kind, channel] + 1) % _TAG_ROUNDS
-        return channel * _TAG_ROUNDS + count
 
     def _count_control(self, tensor: Tensor) -> None:
         nbytes = 2 * tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size

@@ -11,6 +11,7 @@
 
 #include "file_io.h"
 #include "kernels.h"
+#include "neighbours.h"
 
 namespace nb = nanobind;
 using namespace lightning_zero;
@@ -44,6 +45,28 @@ Isa isa_named(const std::string& name) {
 template <class T>
 T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
+// A message as Python has it: with the tensor whose memory it is, and taken back if nobody has waited for it.
+struct Ticket {
+    std::shared_ptr<Neighbours> neighbours;
+    std::shared_ptr<Message> message;
+    nb::object tensor;
+
+    Ticket(std::shared_ptr<Neighbours> n, std::shared_ptr<Message> m, nb::object t)
+        : neighbours(std::move(n)), message(std::move(m)), tensor(std::move(t)) {}
+    Ticket(const Ticket&) = delete;
+    ~Ticket() { neighbours->cancel(message); }
+
+    int wait(double seconds) {
+        int outcome;
+        {
+            const nb::gil_scoped_release release;
+            outcome = neighbours->wait(message, seconds);
+        }
+        if (outcome == Message::kDone) tensor.reset();
+        return outcome;
+    }
+};
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -69,6 +92,25 @@ NB_MODULE(_kernels, m) {
             },
             nb::arg("file"), nb::arg("write"), nb::arg("buffer"), nb::arg("bytes"), nb::arg("offset"), nb::arg("align"),
             nb::arg("sums").none(), nb::call_guard<nb::gil_scoped_release>());
+    nb::class_<Neighbours>(m, "Neighbours")
+        .def(nb::init<int, int, int>(), nb::arg("place"), nb::arg("places"), nb::arg("board"))
+        .def_static("board_bytes", &Neighbours::board_bytes)
+        .def_static(
+            "read", [](int pid, uintptr_t address, uintptr_t to, int64_t bytes) {
+                return Neighbours::read(pid, address, pointer<void>(to), bytes);
+            })
+        .def("add", &Neighbours::add)
+        .def("send",
+             [](std::shared_ptr<Neighbours> all, int peer, uint64_t key, uintptr_t memory, int64_t bytes, nb::object tensor) {
+                 auto message = all->send(peer, key, pointer<void>(memory), bytes);
+                 return new Ticket(std::move(all), std::move(message), std::move(tensor));
+             })
+        .def("receive",
+             [](std::shared_ptr<Neighbours> all, int peer, uint64_t key, uintptr_t memory, int64_t bytes, nb::object tensor) {
+                 auto message = all->receive(peer, key, pointer<void>(memory), bytes);
+                 return new Ticket(std::move(all), std::move(message), std::move(tensor));
+             });
+    nb::class_<Ticket>(m, "Ticket").def("wait", &Ticket::wait).def("error", [](Ticket& t) { return t.message->error(); });
     m.def("available_isas", &available_isas);
     m.def(
         "adam_step",

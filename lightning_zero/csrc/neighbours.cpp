@@ -1,0 +1,288 @@
+#include "neighbours.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <system_error>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#endif
+
+namespace lightning_zero {
+
+#ifdef __linux__
+
+namespace {
+
+constexpr int kEntries = 64;  // offers of one process to another at a time; what is more waits on the sender's side
+constexpr auto kLookAround = std::chrono::milliseconds(100);  // for processes that have ended meanwhile
+
+enum State : uint32_t { kFree, kOffered, kTaken, kRead, kRefused };
+
+}  // namespace
+
+struct Neighbours::Entry {
+    std::atomic<uint32_t> state;
+    uint64_t key, address;
+    int64_t bytes;
+};
+
+struct Neighbours::Board {
+    std::atomic<uint32_t> bell;      // counts what has changed on this board or is to be done by its owner
+    std::atomic<uint32_t> sleeping;  // whether the owner is to be woken
+    std::atomic<uint32_t> closed;    // the owner answers nobody any more
+    alignas(64) Entry entries[];
+
+    Entry* of(int place) { return entries + place * kEntries; }
+};
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free, "a board is shared between processes");
+
+int Neighbours::read(int pid, uint64_t address, void* to, int64_t bytes) {
+    for (int64_t done = 0; done < bytes;) {
+        const iovec here = {static_cast<char*>(to) + done, static_cast<size_t>(bytes - done)};
+        const iovec there = {reinterpret_cast<void*>(address + static_cast<uint64_t>(done)), here.iov_len};
+        const ssize_t now = process_vm_readv(pid, &here, 1, &there, 1, 0);
+        if (now < 0 && errno == EINTR) continue;
+        if (now <= 0) return now < 0 ? errno : EFAULT;
+        done += now;
+    }
+    return 0;
+}
+
+int64_t Neighbours::board_bytes(int places) {
+    return static_cast<int64_t>(sizeof(Board)) + static_cast<int64_t>(sizeof(Entry)) * kEntries * places;
+}
+
+Neighbours::Neighbours(int place, int places, int board)
+    : place_(place), process_(getpid()), board_bytes_(board_bytes(places)), peers_(static_cast<size_t>(places)) {
+    void* memory = mmap(nullptr, static_cast<size_t>(board_bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, board, 0);
+    if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category());
+    board_ = static_cast<Board*>(memory);
+    thread_ = std::thread([this] { work(); });
+}
+
+Neighbours::~Neighbours() {
+    if (process_ != getpid()) {
+        thread_.detach();  // a fork has this object, but neither its thread nor anything to say
+    } else {
+        {
+            const Lock lock(mutex_);
+            closing_ = true;
+        }
+        ring(*board_);
+        thread_.join();
+        board_->closed = 1;
+    }
+    for (Peer& peer : peers_) {
+        if (!peer.board) continue;
+        if (process_ == getpid()) ring(*peer.board);
+        munmap(peer.board, static_cast<size_t>(board_bytes_));
+        close(peer.process);
+    }
+    munmap(board_, static_cast<size_t>(board_bytes_));
+}
+
+void Neighbours::add(int place, int pid, int process, int board) {
+    void* memory = mmap(nullptr, static_cast<size_t>(board_bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, board, 0);
+    if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category());
+    const Lock lock(mutex_);
+    Peer& peer = peers_[static_cast<size_t>(place)];
+    peer.board = static_cast<Board*>(memory);
+    peer.theirs = peer.board->of(place_);
+    peer.ours = board_->of(place);
+    peer.pid = pid;
+    peer.process = dup(process);
+}
+
+std::shared_ptr<Message> Neighbours::send(int peer, uint64_t key, const void* memory, int64_t bytes) {
+    return post(false, peer, key, static_cast<char*>(const_cast<void*>(memory)), bytes);
+}
+
+std::shared_ptr<Message> Neighbours::receive(int peer, uint64_t key, void* memory, int64_t bytes) {
+    return post(true, peer, key, static_cast<char*>(memory), bytes);
+}
+
+std::shared_ptr<Message> Neighbours::post(bool receives, int peer, uint64_t key, char* memory, int64_t bytes) {
+    auto message = std::make_shared<Message>();
+    message->receives_ = receives;
+    message->peer_ = peer;
+    message->key_ = key;
+    message->memory_ = memory;
+    message->bytes_ = bytes;
+    bool offered = false;
+    {
+        const Lock lock(mutex_);
+        messages_.push_back(message);
+        if (!receives) offered = offer(*message);
+    }
+    if (!offered) ring(*board_);
+    return message;
+}
+
+// Onto the receiver's board, if there is room.
+bool Neighbours::offer(Message& message) {
+    Peer& peer = peers_[static_cast<size_t>(message.peer_)];
+    for (int i = 0; i < kEntries; ++i) {
+        Entry& entry = peer.theirs[i];
+        if (entry.state.load() != kFree) continue;
+        entry.key = message.key_;
+        entry.address = reinterpret_cast<uint64_t>(message.memory_);
+        entry.bytes = message.bytes_;
+        entry.state = kOffered;
+        message.entry_ = i;
+        ring(*peer.board);
+        return true;
+    }
+    return false;
+}
+
+// Take the next step of some message; whether there was one. Copying is done without the lock.
+bool Neighbours::advance(Lock& lock) {
+    bool ended = false;
+    for (size_t index = 0; index < messages_.size(); ++index) {
+        const std::shared_ptr<Message> message = messages_[index];
+        if (message->over() || message->moving_) continue;
+        Peer& peer = peers_[static_cast<size_t>(message->peer_)];
+        if (!message->receives_) {
+            if (message->entry_ < 0) {
+                offer(*message);
+                continue;
+            }
+            Entry& entry = peer.theirs[message->entry_];
+            const uint32_t state = entry.state.load();
+            if (state != kRead && state != kRefused) continue;
+            entry.state = kFree;
+            end(*message, state == kRead ? Message::kDone : Message::kFailed, state == kRead ? 0 : EREMOTEIO);
+            ended = true;
+            continue;
+        }
+        for (int i = 0; i < kEntries; ++i) {
+            Entry& entry = peer.ours[i];
+            uint32_t state = entry.state.load();
+            if (state != kOffered || entry.key != message->key_) continue;
+            if (!entry.state.compare_exchange_strong(state, kTaken)) continue;  // it was withdrawn
+            move(lock, message, entry);
+            return true;
+        }
+    }
+    if (ended) forget_ended();
+    return ended;
+}
+
+void Neighbours::move(Lock& lock, const std::shared_ptr<Message>& message, Entry& entry) {
+    Peer& peer = peers_[static_cast<size_t>(message->peer_)];
+    message->moving_ = true;
+    lock.unlock();
+    const int error =
+        entry.bytes == message->bytes_ ? read(peer.pid, entry.address, message->memory_, entry.bytes) : EMSGSIZE;
+    entry.state = error ? kRefused : kRead;
+    ring(*peer.board);
+    lock.lock();
+    message->moving_ = false;
+    end(*message, error == ESRCH ? Message::kPeerGone : error ? Message::kFailed : Message::kDone, error);
+    forget_ended();
+}
+
+void Neighbours::end(Message& message, Message::Outcome outcome, int error) {
+    message.outcome_ = outcome;
+    message.error_ = error;
+    changed_.notify_all();
+}
+
+void Neighbours::forget_ended() {
+    const auto ended = [](const std::shared_ptr<Message>& message) { return message->over(); };
+    messages_.erase(std::remove_if(messages_.begin(), messages_.end(), ended), messages_.end());
+}
+
+Message::Outcome Neighbours::wait(const std::shared_ptr<Message>& message, double seconds) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    Lock lock(mutex_);
+    while (!message->over()) {
+        if (advance(lock)) continue;
+        if (changed_.wait_until(lock, deadline) == std::cv_status::timeout && !message->over()) return Message::kLate;
+    }
+    return message->outcome_;
+}
+
+void Neighbours::cancel(const std::shared_ptr<Message>& message) {
+    if (process_ != getpid()) return;
+    Lock lock(mutex_);
+    changed_.wait(lock, [&] { return !message->moving_; });
+    if (message->over()) return;
+    if (message->entry_ >= 0) {
+        Peer& peer = peers_[static_cast<size_t>(message->peer_)];
+        Entry& entry = peer.theirs[message->entry_];
+        uint32_t offered = kOffered;
+        if (!entry.state.compare_exchange_strong(offered, kFree)) {
+            // It is being read, which does not take long unless the reader has ended in it.
+            while (entry.state.load() == kTaken && !message->over()) changed_.wait_for(lock, kLookAround);
+            if (message->over()) return;
+            entry.state = kFree;
+        }
+    }
+    end(*message, Message::kFailed, ECANCELED);
+    forget_ended();
+}
+
+void Neighbours::look_for_the_dead() {
+    for (Peer& peer : peers_) {
+        if (!peer.board) continue;
+        pollfd ended = {peer.process, POLLIN, 0};
+        if (!peer.board->closed.load() && poll(&ended, 1, 0) <= 0) continue;
+        for (const std::shared_ptr<Message>& message : messages_) {
+            if (!message->moving_ && &peers_[static_cast<size_t>(message->peer_)] == &peer) end(*message, Message::kPeerGone);
+        }
+    }
+    forget_ended();
+}
+
+void Neighbours::work() {
+    Lock lock(mutex_);
+    while (!closing_) {
+        const uint32_t seen = board_->bell.load();
+        if (advance(lock)) continue;
+        const bool alone = messages_.empty();
+        lock.unlock();
+        board_->sleeping = 1;
+        const auto nanoseconds = std::chrono::nanoseconds(kLookAround).count();
+        const timespec limit = {0, nanoseconds};
+        // Not if the bell has rung since it was looked at.
+        const long woken = syscall(SYS_futex, &board_->bell, FUTEX_WAIT, seen, alone ? nullptr : &limit, nullptr, 0);
+        const bool late = woken < 0 && errno == ETIMEDOUT;
+        board_->sleeping = 0;
+        lock.lock();
+        if (late && !messages_.empty()) look_for_the_dead();
+    }
+    for (const std::shared_ptr<Message>& message : messages_) end(*message, Message::kFailed, ECANCELED);
+}
+
+void Neighbours::ring(Board& board) {
+    board.bell.fetch_add(1);
+    if (board.sleeping.load()) syscall(SYS_futex, &board.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+#else
+
+struct Neighbours::Entry {};
+struct Neighbours::Board {};
+
+int64_t Neighbours::board_bytes(int) { return 0; }
+int Neighbours::read(int, uint64_t, void*, int64_t) { return ENOSYS; }
+Neighbours::Neighbours(int place, int, int) : place_(place), process_(0) { throw std::system_error(ENOSYS, std::generic_category()); }
+Neighbours::~Neighbours() {}
+void Neighbours::add(int, int, int, int) {}
+std::shared_ptr<Message> Neighbours::send(int, uint64_t, const void*, int64_t) { return nullptr; }
+std::shared_ptr<Message> Neighbours::receive(int, uint64_t, void*, int64_t) { return nullptr; }
+Message::Outcome Neighbours::wait(const std::shared_ptr<Message>&, double) { return Message::kFailed; }
+void Neighbours::cancel(const std::shared_ptr<Message>&) {}
+
+#endif
+
+}  // namespace lightning_zero
