@@ -23,8 +23,9 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.comm import Comm
+from lightning_zero.pairs import Pairs
 from lightning_zero.tables import new_table, render
+from lightning_zero.work import Work
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train_gpt import GPT, StandardLibraryText
@@ -39,23 +40,25 @@ class SlowWire:
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._free = 0.0
-        self._post = Comm._post
+        self._exchange = Pairs.exchange
 
     def install(self) -> None:
-        def post(comm: Comm, group: Any, tag: int, sends: dict[int, torch.Tensor], receives: Any) -> list[tuple[int, Any]]:
-            works = self._post(comm, group, tag, sends, receives)
+        def exchange(pairs: Pairs, what: str, tag: int, sends: dict[int, torch.Tensor], *rest: Any) -> "Until":
+            under_way = self._exchange(pairs, what, tag, sends, *rest)
             nbytes = sum(tensor.nbytes for tensor in sends.values())
             self._free = max(self._free, time.perf_counter()) + nbytes / self._rate
-            return [*works, (comm.rank, Until(self._free))]
+            return Until(under_way, self._free)
 
-        Comm._post = post  # type: ignore[method-assign]
+        Pairs.exchange = exchange  # type: ignore[method-assign, assignment]
 
 
 class Until:
-    def __init__(self, moment: float) -> None:
+    def __init__(self, work: Work, moment: float) -> None:
+        self._work = work
         self._moment = moment
 
     def wait(self) -> None:
+        self._work.wait()
         time.sleep(max(0.0, self._moment - time.perf_counter()))
 
 

@@ -95,6 +95,8 @@ class Comm:
         self._side_stream: Any = None
         self.point_to_point = False
         """Whether collectives are made of sends and receives (Gloo on CPUs), so that reducing takes memory of its own."""
+        self.neighbours: list[int] = []
+        """Data-parallel ranks whose memory this one copies from, instead of receiving through sockets."""
         self._gather_group = self._reduce_group = self._control_group = self._storage_group = None
         self._scatter_group = self._replica_group = None
         self._timeout = timeout
@@ -126,10 +128,11 @@ class Comm:
             self._scatter_group = self._reduce_group
         self._control_group = self._new_group("gloo")
         if self.point_to_point:
-            neighbours = Neighbourhood(topology, self.all_gather_object)
+            neighbourhood = Neighbourhood(topology, self.all_gather_object)
+            self.neighbours = sorted(neighbourhood.places)
             seconds = (timeout or dist.default_pg_timeout).total_seconds()
-            self._gathers = Pairs(0, topology, self._gather_group, seconds, neighbours)
-            self._reductions = Pairs(1, topology, self._reduce_group, seconds, neighbours)
+            self._gathers = Pairs(0, topology, self._gather_group, seconds, neighbourhood)
+            self._reductions = Pairs(1, topology, self._reduce_group, seconds, neighbourhood)
         # A prefix of its own for every Comm, the same on all its ranks because they are made in the same order.
         store = dist.PrefixStore(f"lightning_zero/{_next_comm()}/{topology.column}", _get_default_store())
         self._whereabouts = Whereabouts(rank, topology.members, store)

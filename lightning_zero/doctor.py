@@ -149,6 +149,11 @@ def _look_at_host(report: Report, ranks: int) -> None:
                 f"{ranks} ranks with OMP_NUM_THREADS={threads} each are more than {usable} cores; set it to"
                 f" {max(1, usable // ranks)}"
             )
+    if ranks > 1 and not torch.accelerator.is_available():
+        why_not = ops.why_no_neighbours()
+        report.lines.append(
+            ("between ranks", f"through sockets ({why_not})" if why_not else "from memory to memory on one host")
+        )
     free, total = host_bytes_free(), host_bytes()
     report.lines.append(("host memory", f"{short_bytes(free)} free of {short_bytes(total)}"))
     if total < psutil.virtual_memory().total:

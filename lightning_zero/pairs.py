@@ -71,22 +71,23 @@ class Neighbourhood:
     def __init__(self, topology: Topology, all_gather_object: Callable[[Any], list[Any]]) -> None:
         """A collective of these ranks."""
         self._neighbours = _try_neighbours(topology) if os.environ.get(SWITCH_VARIABLE, "1") != "0" else None
-        self._places: set[int] = set()
+        self.places: set[int] = set()
+        """Their indices."""
         addresses: list[Address | None] = all_gather_object(self._neighbours and self._neighbours.address)
         if self._neighbours is not None:
-            self._places = {
+            self.places = {
                 place
                 for place, address in enumerate(addresses)
                 if place != topology.rank and address is not None and self._neighbours.add(place, address)
             }
         # Both ways or not at all: they must agree about where a message goes.
-        seen: list[set[int]] = all_gather_object(self._places)
-        self._places = {place for place in self._places if topology.rank in seen[place]}
+        seen: list[set[int]] = all_gather_object(self.places)
+        self.places = {place for place in self.places if topology.rank in seen[place]}
         if self._neighbours is not None:
             self._neighbours.all_added()
 
     def of(self, peer: int) -> Neighbours | None:
-        return self._neighbours if peer in self._places else None
+        return self._neighbours if peer in self.places else None
 
 
 def _try_neighbours(topology: Topology) -> Neighbours | None:

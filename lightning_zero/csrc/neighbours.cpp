@@ -6,6 +6,7 @@
 #include <system_error>
 
 #ifdef __linux__
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -98,7 +99,8 @@ void Neighbours::add(int place, int pid, int process, int board) {
     peer.theirs = peer.board->of(place_);
     peer.ours = board_->of(place);
     peer.pid = pid;
-    peer.process = dup(process);
+    peer.process = fcntl(process, F_DUPFD_CLOEXEC, 0);
+    if (peer.process < 0) throw std::system_error(errno, std::generic_category());
 }
 
 std::shared_ptr<Message> Neighbours::send(int peer, uint64_t key, const void* memory, int64_t bytes) {

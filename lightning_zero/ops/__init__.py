@@ -7,7 +7,7 @@ from lightning_zero.ops.cross_entropy import FusedCrossEntropyLoss, fused_cross_
 from lightning_zero.ops.files import BLOCK_BYTES, FileQueue, FileTransfer, OpenFile
 from lightning_zero.ops.gradients import has_nonfinite, sum_of_squares
 from lightning_zero.ops.linear_cross_entropy import fused_linear_cross_entropy
-from lightning_zero.ops.neighbours import Address, Neighbours
+from lightning_zero.ops.neighbours import Address, Neighbours, why_no_neighbours
 from lightning_zero.ops.rounding import is_rounded_copy
 
 __all__ = [
@@ -31,4 +31,5 @@ __all__ = [
     "is_rounded_copy",
     "native_isa",
     "sum_of_squares",
+    "why_no_neighbours",
 ]

@@ -1,6 +1,7 @@
 """Messages between processes of one host: the receiver copies from the sender's memory, once and without a network."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from lightning_zero.ops._native import kernels
 
-_BOOT = "/proc/sys/kernel/random/boot_id"
 _NONCE_BYTES = 32
+_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
+_CAP_SYS_PTRACE = 19
 _DONE, _LATE, _PEER_GONE = 1, 2, 3
 
 
@@ -19,7 +21,7 @@ class Address:
     """Where a process is found by its neighbours."""
 
     host: str
-    """The same for processes that see each other's ids."""
+    """The same for processes of one machine, which see each other's ids and have the same network."""
     pid: int
     board: int
     """Its file of messages, as a descriptor of the process."""
@@ -38,17 +40,15 @@ class Neighbours:
     def __init__(self, place: int, places: int) -> None:
         """Raises OSError where this cannot be had."""
         if kernels is None or not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-            raise OSError("needs the compiled kernels, Linux and its pidfd")
+            raise OSError("this takes the compiled kernels, Linux and its pidfd")
         # A file without a name: nothing is left of it, whatever happens to the process.
         self._board = os.memfd_create("lightning_zero")
         self._nbytes = kernels.Neighbours.board_bytes(places)
         os.ftruncate(self._board, self._nbytes)
         self._nonce = torch.frombuffer(bytearray(os.urandom(_NONCE_BYTES)), dtype=torch.uint8)
         self._native = kernels.Neighbours(place, places, self._board)
-        with open(_BOOT) as file:
-            host = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
         nonce = bytes(self._nonce.tolist())
-        self.address = Address(host, os.getpid(), self._board, self._nonce.data_ptr(), nonce)
+        self.address = Address(_host(), os.getpid(), self._board, self._nonce.data_ptr(), nonce)
 
     def add(self, place: int, address: Address) -> bool:
         """Make the acquaintance of another process. Returns whether its memory can be read."""
@@ -87,6 +87,29 @@ class Neighbours:
         """Fill a contiguous tensor with what the process at ``place`` sends under ``key``, which comes again only after this
         is over."""
         return Passage(self._native.receive(place, key, tensor.data_ptr(), tensor.nbytes, tensor), seconds)
+
+
+def why_no_neighbours() -> str:
+    """What keeps processes of one user on this host from copying each other's memory; empty if nothing is known to."""
+    try:
+        one, other = Neighbours(0, 2), Neighbours(1, 2)
+    except OSError as error:
+        return str(error)
+    known = one.add(1, other.address)
+    for each in (one, other):
+        each.all_added()
+    if not known:
+        return "process_vm_readv is not allowed here"
+    with suppress(OSError), open(_SCOPE) as file, open("/proc/self/status") as status:
+        capabilities = next((line.split()[1] for line in status if line.startswith("CapEff")), "0")
+        if file.read().strip() != "0" and not int(capabilities, 16) >> _CAP_SYS_PTRACE & 1:
+            return f"{_SCOPE} is not 0"
+    return ""
+
+
+def _host() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return " ".join([file.read().strip(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
 
 
 class Passage:

@@ -3,8 +3,6 @@
 The reference is DDP of a module that rounds its own weights before each use.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import OffloadConfig, ZeroStrategy
-from lightning_zero.comm import Comm
 from lightning_zero.estimate import estimate_engine
 from lightning_zero.ops import BLOCK_NUMEL, decode_blocks_, encode_blocks_
 from tests.harness import make_trainer, run
 from tests.parity import TINY_UNIT_MB, Outcome, RandomData, make_strategy, trained
 from tests.slow_link import FarStrategy
 from tests.strategy.test_hybrid import OPTIMIZERS, Three
+from tests.wire import handed_over
 
 CODED = {"gather_dtype": torch.int8}
 WORDS, WIDTH = 41, 24
@@ -346,20 +344,6 @@ class Wider(Three):
         self.last = nn.Linear(80, 50, bias=False)
 
 
-@contextmanager
-def counted(module: Three) -> Iterator[list[tuple[int, int]]]:
-    """The bytes that are handed to the process group, with the number of the step."""
-    handed, post = [], Comm._post
-
-    def counting(self: Comm, group: Any, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
-        handed.append((len(module.stats), sum(tensor.nbytes for tensor in sends.values())))
-        return post(self, group, tag, sends, receives)
-
-    Comm._post = counting  # type: ignore[method-assign]
-    yield handed
-    Comm._post = post  # type: ignore[method-assign]
-
-
 class Predicts(pl.Callback):
     buffers = 0
 
@@ -373,7 +357,7 @@ def sent(precision: str) -> tuple[dict[str, tuple[int, int]], int, dict[str, int
     trainer = make_trainer(
         ".", strategy=strategy, max_steps=4, use_distributed_sampler=False, precision=precision, callbacks=[predicts]
     )
-    with counted(module) as handed:
+    with handed_over(lambda: len(module.stats)) as handed:
         trainer.fit(module, DataLoader(RandomData(8, 180), batch_size=2))
     before, after = module.stats[2:4]
     step = {

@@ -1,5 +1,6 @@
 """Hybrid sharding: shards inside groups of ranks, replicas across them. What comes out is what DDP makes of it."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from torch.utils.data import DataLoader
 from lightning_zero import MemoryMonitor, OffloadConfig, ZeroStrategy
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.comm import Comm
+from lightning_zero.ops import available_isas
+from lightning_zero.pairs import SWITCH_VARIABLE
 from lightning_zero.topology import make_topology
 from tests.harness import WorldError, make_trainer, run
 from tests.parity import STAGES, TINY_UNIT_MB, Outcome, RandomData, rank, trained
 from tests.strategy.test_checkpoint import load
 from tests.strategy.test_sharded_checkpoint import Wide, train
+from tests.wire import handed_over
 
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3),
@@ -157,22 +161,15 @@ class Three(pl.LightningModule):
 
 
 def sent() -> dict[tuple[int, int], tuple[dict[str, tuple[int, int]], int]]:
-    """Calls and bytes of one step, as counted, and the bytes that were handed to the process group."""
-    handed = []
-    post = Comm._post
-
-    def counting(self: Comm, group: Any, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
-        handed.append((len(module.stats), sum(tensor.nbytes for tensor in sends.values())))
-        return post(self, group, tag, sends, receives)
-
-    Comm._post = counting  # type: ignore[method-assign]
+    """Calls and bytes of one step, as counted, and the bytes that were handed over to be sent."""
     found = {}
     for stage in STAGES:
         for size in (1, 2, 4):
             module = Three()
             strategy = ZeroStrategy(stage=stage, unit_policy={nn.Linear}, shard_group_size=size)
             trainer = make_trainer(".", strategy=strategy, max_steps=4, use_distributed_sampler=False)
-            trainer.fit(module, DataLoader(RandomData(8, 18), batch_size=2))
+            with handed_over(lambda module=module: len(module.stats)) as handed:
+                trainer.fit(module, DataLoader(RandomData(8, 18), batch_size=2))
             before, after = module.stats[2:4]
             names = ("all_gather", "reduce_scatter", "all_reduce")
             step = {
@@ -181,7 +178,6 @@ def sent() -> dict[tuple[int, int], tuple[dict[str, tuple[int, int]], int]]:
                 if name in after
             }
             found[stage, size] = step, sum(nbytes for number, nbytes in handed if number == 3)
-            handed.clear()
     return found
 
 
@@ -208,15 +204,23 @@ def test_bytes_are_those_of_the_formula() -> None:
         assert handed == sum(nbytes for _, nbytes in step.values()), (stage, k)
 
 
-def reduced(by_collectives: bool) -> list[tuple[int, torch.dtype, Tensor, Tensor]]:
+COPY_ON_HOST = {"by collectives": "", "through sockets": "0000", "from memory to memory": "1111", "both": "1011"}
+"""How bytes come from rank to rank, and on which ranks the switch is on."""
+
+
+def reduced(way: str) -> list[tuple[int, torch.dtype, Tensor, Tensor]]:
     """By size of groups and dtype: the own shard of a sum over ranks, and what gathering the shards gives."""
-    if by_collectives:
+    number, found, switches = dist.get_rank(), [], COPY_ON_HOST[way]
+    if not switches:
         dist.get_backend = lambda group=None: "GLOO"  # by another name it is not known to be better in pairs
-    number, found = dist.get_rank(), []
+    else:
+        os.environ[SWITCH_VARIABLE] = switches[number]
     for size in (1, 2, 4):
         comm = Comm(number, 4, torch.device("cpu"), topology=make_topology(number, 4, size))
-        if comm.point_to_point == by_collectives:
-            raise AssertionError("the other path")
+        assert comm.point_to_point == bool(switches)
+        if switches:
+            near = [rank for rank in range(4) if rank != number and switches[number] == switches[rank] == "1"]
+            assert comm.neighbours == near
         for dtype in (torch.float32, torch.bfloat16):
             full = torch.arange(64.0 * size).add(1000 * number).to(dtype)
             shard = comm.reduce_scatter(full.clone(), 0.25, torch.float32).wait()
@@ -227,9 +231,11 @@ def reduced(by_collectives: bool) -> list[tuple[int, torch.dtype, Tensor, Tensor
     return found
 
 
-@pytest.mark.parametrize("by_collectives", [False, True])
-def test_sums_by_sends_and_by_collectives(by_collectives: bool) -> None:
-    for number, found in enumerate(run(4, reduced, by_collectives)):
+@pytest.mark.parametrize("way", COPY_ON_HOST)
+def test_every_way_of_sending_sums_alike(way: str) -> None:
+    if way in ("from memory to memory", "both") and not available_isas():
+        pytest.skip("the compiled kernels were not built")
+    for number, found in enumerate(run(4, reduced, way)):
         for size, dtype, shard, gathered in found:
             # The mean over ranks r of i + 1000 r is i + 1500; in 16 bits rounded to 8 at this size, some more than once.
             wanted = torch.arange(64.0 * size) + 1500
