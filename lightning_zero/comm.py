@@ -23,7 +23,7 @@ from lightning_zero import profiling
 from lightning_zero.pairs import Neighbourhood, Pairs
 from lightning_zero.topology import Topology, make_topology
 from lightning_zero.whereabouts import Whereabouts
-from lightning_zero.work import Done, Exchange, FutureWork, Result, Work
+from lightning_zero.work import Arriving, Done, Exchange, FutureWork, Result, Work
 from lightning_zero.worker import Worker
 
 CONTROL_CALLS = "control"
@@ -205,6 +205,9 @@ class Comm:
         group, replicas = self.topology.shard_group, self.topology.replica_group
         tag, again = self._reductions.next_tag(channel), self._reductions.next_tag(channel)
         pieces = dict(zip(group, full.chunk(self.num_shards), strict=True))
+        if self._can_sum(own.dtype):
+            out = torch.empty_like(own)
+            return Arriving(self._reductions.sum(_REDUCING, tag, group, pieces, out, scale), out, dtype)
         received = {peer: torch.empty_like(own) for peer in self._others(group)}
         sent = {peer: pieces[peer] for peer in received}
         exchange = self._reductions.exchange(_REDUCING, tag, sent, received, [full])
@@ -218,6 +221,11 @@ class Comm:
             return self._add_replicas(_scaled(total, scale, total.dtype), own.dtype, again).to(dtype)
 
         return FutureWork(self._worker.submit(finish))
+
+    def _can_sum(self, dtype: torch.dtype) -> bool:
+        """Whether ranks add up gradients of this dtype while they copy them from each other."""
+        peers = self._others(self.topology.shard_group)
+        return bool(peers) and self.topology.replicas == 1 and self._reductions.can_sum(peers, dtype)
 
     def _add_replicas(self, shard: Tensor, wire: torch.dtype, tag: int) -> Tensor:
         """Sum ``shard`` over its replicas: each adds up one piece of it, and sends the sum to the others."""

@@ -7,9 +7,10 @@ waits for its partner, in any order of tags, and the bytes are the same.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_zero.ops import Address, Neighbours
@@ -45,9 +46,27 @@ class Pairs:
     ) -> Exchange:
         """Start receiving from and sending to peers. ``keep`` is kept alive until then, ``what`` goes with "failed"."""
         names = self._topology.members
-        works = [(names[peer], self._receive(peer, tag, one)) for peer, one in receives.items() if one.numel()]
+        works: list[tuple[int | str, Any]] = [
+            (names[peer], self._receive(peer, tag, one)) for peer, one in receives.items() if one.numel()
+        ]
         works += [(names[peer], self._send(peer, tag, one)) for peer, one in sends.items() if one.numel()]
         return Exchange(what, names[self._topology.rank], works, keep)
+
+    def can_sum(self, peers: Iterable[int], dtype: torch.dtype) -> bool:
+        """Whether ``sum`` can be had of what these peers send."""
+        return dtype == torch.float32 and all(self._neighbours.of(peer) is not None for peer in peers)
+
+    def sum(self, what: str, tag: int, terms: Sequence[int], pieces: dict[int, Tensor], out: Tensor, scale: float) -> Exchange:
+        """Where ``can_sum``: send their pieces to the other ranks of ``terms``; ``out`` becomes the sum of what these send and the own piece, in
+        the order of ``terms`` and times ``scale``. Nothing is put down in between."""
+        peers = [rank for rank in terms if rank != self._topology.rank]
+        near: Any = self._neighbours.of(peers[0])
+        names = [self._topology.members[peer] for peer in peers]
+        own = pieces[self._topology.rank]
+        passage = near.sum(terms, self._key(tag), own, out, scale, self._seconds)
+        exchange = self.exchange(what, tag, {peer: pieces[peer] for peer in peers}, {}, [])
+        exchange.add(names[0] if len(names) == 1 else f"one of {names}", passage)
+        return exchange
 
     def _receive(self, peer: int, tag: int, into: Tensor) -> Any:
         near = self._neighbours.of(peer)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -46,9 +47,16 @@ class Result:
 class Exchange:
     """Point-to-point sends and receives that together form one collective."""
 
-    def __init__(self, what: str, rank: int, works: list[tuple[int, Any]], keep: list[Tensor]) -> None:
+    def __init__(self, what: str, rank: int, works: list[tuple[int | str, Any]], keep: list[Tensor]) -> None:
         self._what, self._rank, self._works = what, rank, works
         self._keep = keep  # only keeps the memory alive until the transfers are done
+
+    def done(self) -> bool:
+        """Of messages that can tell: whether waiting takes no time."""
+        return all(work.done() for _, work in self._works)
+
+    def add(self, peer: int | str, work: Any) -> None:
+        self._works.append((peer, work))
 
     def wait(self) -> None:
         for peer, work in self._works:
@@ -60,6 +68,22 @@ class Exchange:
                     f" else in the program and did not answer in time. ({error})"
                 ) from error
         self._works, self._keep = [], []
+
+
+class Arriving:
+    """A tensor that messages from memory to memory fill."""
+
+    def __init__(self, exchange: Exchange, tensor: Tensor, dtype: torch.dtype) -> None:
+        self._exchange = exchange
+        self._tensor = tensor
+        self._dtype = dtype
+
+    def done(self) -> bool:
+        return self._exchange.done()
+
+    def wait(self) -> Tensor:
+        self._exchange.wait()
+        return self._tensor.to(self._dtype)
 
 
 class FutureWork:

@@ -105,12 +105,19 @@ NB_MODULE(_kernels, m) {
                  auto message = all->send(peer, key, pointer<void>(memory), bytes);
                  return new Ticket(std::move(all), std::move(message), std::move(tensor));
              })
+        .def("sum",
+             [](std::shared_ptr<Neighbours> all, const std::vector<int>& places, uint64_t key, uintptr_t own, uintptr_t memory,
+                int64_t count, double scale, nb::object tensors) {
+                 auto message = all->sum(places, key, pointer<const float>(own), pointer<float>(memory), count,
+                                         static_cast<float>(scale));
+                 return new Ticket(std::move(all), std::move(message), std::move(tensors));
+             })
         .def("receive",
              [](std::shared_ptr<Neighbours> all, int peer, uint64_t key, uintptr_t memory, int64_t bytes, nb::object tensor) {
                  auto message = all->receive(peer, key, pointer<void>(memory), bytes);
                  return new Ticket(std::move(all), std::move(message), std::move(tensor));
              });
-    nb::class_<Ticket>(m, "Ticket").def("wait", &Ticket::wait).def("error", [](Ticket& t) { return t.message->error(); });
+    nb::class_<Ticket>(m, "Ticket").def("wait", &Ticket::wait).def("error", [](Ticket& t) { return t.message->error(); }).def("over", [](Ticket& t) { return t.neighbours->over(t.message); });
     m.def("available_isas", &available_isas);
     m.def(
         "adam_step",

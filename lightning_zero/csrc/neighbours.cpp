@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstring>
 #include <system_error>
 
 #ifdef __linux__
@@ -24,7 +25,17 @@ namespace {
 constexpr int kEntries = 64;  // offers of one process to another at a time; what is more waits on the sender's side
 constexpr auto kLookAround = std::chrono::milliseconds(100);  // for processes that have ended meanwhile
 
+constexpr int64_t kSumBlock = 32 * 1024;  // floats: three blocks of them fit into the second cache
+
 enum State : uint32_t { kFree, kOffered, kTaken, kRead, kRefused };
+
+void add_term(float* total, const float* term, int64_t count, bool first, float scale) {
+    if (first) {
+        if (total != term) std::memcpy(total, term, static_cast<size_t>(count) * sizeof(float));
+        return;
+    }
+    for (int64_t i = 0; i < count; ++i) total[i] = (total[i] + term[i]) * scale;
+}
 
 }  // namespace
 
@@ -94,7 +105,7 @@ void Neighbours::add(int place, int pid, int process, int board) {
     void* memory = mmap(nullptr, static_cast<size_t>(board_bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, board, 0);
     if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category());
     const Lock lock(mutex_);
-    Peer& peer = peers_[static_cast<size_t>(place)];
+    Peer& peer = at(place);
     peer.board = static_cast<Board*>(memory);
     peer.theirs = peer.board->of(place_);
     peer.ours = board_->of(place);
@@ -104,25 +115,44 @@ void Neighbours::add(int place, int pid, int process, int board) {
 }
 
 std::shared_ptr<Message> Neighbours::send(int peer, uint64_t key, const void* memory, int64_t bytes) {
-    return post(false, peer, key, static_cast<char*>(const_cast<void*>(memory)), bytes);
+    Message message;
+    message.peers_ = {peer};
+    message.key_ = key;
+    message.memory_ = static_cast<char*>(const_cast<void*>(memory));
+    message.bytes_ = bytes;
+    return post(std::move(message));
 }
 
 std::shared_ptr<Message> Neighbours::receive(int peer, uint64_t key, void* memory, int64_t bytes) {
-    return post(true, peer, key, static_cast<char*>(memory), bytes);
+    Message message;
+    message.kind_ = Message::kReceive;
+    message.peers_ = {peer};
+    message.key_ = key;
+    message.memory_ = static_cast<char*>(memory);
+    message.bytes_ = bytes;
+    return post(std::move(message));
 }
 
-std::shared_ptr<Message> Neighbours::post(bool receives, int peer, uint64_t key, char* memory, int64_t bytes) {
-    auto message = std::make_shared<Message>();
-    message->receives_ = receives;
-    message->peer_ = peer;
-    message->key_ = key;
-    message->memory_ = memory;
-    message->bytes_ = bytes;
+std::shared_ptr<Message> Neighbours::sum(const std::vector<int>& places, uint64_t key, const float* own, float* memory,
+                                         int64_t count, float scale) {
+    Message message;
+    message.kind_ = Message::kSum;
+    message.peers_ = places;
+    message.key_ = key;
+    message.memory_ = reinterpret_cast<char*>(memory);
+    message.bytes_ = count * static_cast<int64_t>(sizeof(float));
+    message.own_ = own;
+    message.scale_ = scale;
+    return post(std::move(message));
+}
+
+std::shared_ptr<Message> Neighbours::post(Message posted) {
+    auto message = std::make_shared<Message>(std::move(posted));
     bool offered = false;
     {
         const Lock lock(mutex_);
         messages_.push_back(message);
-        if (!receives) offered = offer(*message);
+        if (message->kind_ == Message::kSend) offered = offer(*message);
     }
     if (!offered) ring(*board_);
     return message;
@@ -130,7 +160,7 @@ std::shared_ptr<Message> Neighbours::post(bool receives, int peer, uint64_t key,
 
 // Onto the receiver's board, if there is room.
 bool Neighbours::offer(Message& message) {
-    Peer& peer = peers_[static_cast<size_t>(message.peer_)];
+    Peer& peer = at(message.peers_[0]);
     for (int i = 0; i < kEntries; ++i) {
         Entry& entry = peer.theirs[i];
         if (entry.state.load() != kFree) continue;
@@ -148,48 +178,95 @@ bool Neighbours::offer(Message& message) {
 // Take the next step of some message; whether there was one. Copying is done without the lock.
 bool Neighbours::advance(Lock& lock) {
     bool ended = false;
+    std::vector<Entry*> taken;
     for (size_t index = 0; index < messages_.size(); ++index) {
         const std::shared_ptr<Message> message = messages_[index];
         if (message->over() || message->moving_) continue;
-        Peer& peer = peers_[static_cast<size_t>(message->peer_)];
-        if (!message->receives_) {
-            if (message->entry_ < 0) {
-                offer(*message);
-                continue;
-            }
-            Entry& entry = peer.theirs[message->entry_];
-            const uint32_t state = entry.state.load();
-            if (state != kRead && state != kRefused) continue;
-            entry.state = kFree;
-            end(*message, state == kRead ? Message::kDone : Message::kFailed, state == kRead ? 0 : EREMOTEIO);
-            ended = true;
-            continue;
-        }
-        for (int i = 0; i < kEntries; ++i) {
-            Entry& entry = peer.ours[i];
-            uint32_t state = entry.state.load();
-            if (state != kOffered || entry.key != message->key_) continue;
-            if (!entry.state.compare_exchange_strong(state, kTaken)) continue;  // it was withdrawn
-            move(lock, message, entry);
+        if (message->kind_ != Message::kSend) {
+            if (!take(*message, taken)) continue;
+            move(lock, message, taken);
             return true;
         }
+        if (message->entry_ < 0) {
+            offer(*message);
+            continue;
+        }
+        Entry& entry = at(message->peers_[0]).theirs[message->entry_];
+        const uint32_t state = entry.state.load();
+        if (state != kRead && state != kRefused) continue;
+        entry.state = kFree;
+        end(*message, state == kRead ? Message::kDone : Message::kFailed, state == kRead ? 0 : EREMOTEIO);
+        ended = true;
     }
     if (ended) forget_ended();
     return ended;
 }
 
-void Neighbours::move(Lock& lock, const std::shared_ptr<Message>& message, Entry& entry) {
-    Peer& peer = peers_[static_cast<size_t>(message->peer_)];
+// The offers that a message waits for, in the order of its peers, if all are there; null for the own place.
+bool Neighbours::take(const Message& message, std::vector<Entry*>& taken) {
+    taken.clear();
+    for (const int place : message.peers_) {
+        Entry* found = nullptr;
+        for (int i = 0; place != place_ && !found && i < kEntries; ++i) {
+            Entry& entry = at(place).ours[i];
+            if (entry.state.load() == kOffered && entry.key == message.key_) found = &entry;
+        }
+        if (place != place_ && !found) return false;
+        taken.push_back(found);
+    }
+    for (size_t i = 0; i < taken.size(); ++i) {
+        uint32_t offered = kOffered;
+        if (!taken[i] || taken[i]->state.compare_exchange_strong(offered, kTaken)) continue;
+        while (i-- > 0) {  // that one was withdrawn meanwhile
+            if (taken[i]) taken[i]->state = kOffered;
+        }
+        return false;
+    }
+    return true;
+}
+
+void Neighbours::move(Lock& lock, const std::shared_ptr<Message>& message, const std::vector<Entry*>& taken) {
     message->moving_ = true;
     lock.unlock();
-    const int error =
-        entry.bytes == message->bytes_ ? read(peer.pid, entry.address, message->memory_, entry.bytes) : EMSGSIZE;
-    entry.state = error ? kRefused : kRead;
-    ring(*peer.board);
+    const int error = copy(*message, taken);
+    for (size_t i = 0; i < taken.size(); ++i) {
+        if (!taken[i]) continue;
+        taken[i]->state = error ? kRefused : kRead;
+        ring(*at(message->peers_[i]).board);
+    }
     lock.lock();
     message->moving_ = false;
     end(*message, error == ESRCH ? Message::kPeerGone : error ? Message::kFailed : Message::kDone, error);
     forget_ended();
+}
+
+int Neighbours::copy(const Message& message, const std::vector<Entry*>& taken) const {
+    for (const Entry* entry : taken) {
+        if (entry && entry->bytes != message.bytes_) return EMSGSIZE;
+    }
+    if (message.kind_ == Message::kReceive) {
+        return read(at(message.peers_[0]).pid, taken[0]->address, message.memory_, message.bytes_);
+    }
+    // A block at a time: what has come is added while it is in the cache.
+    const std::unique_ptr<float[]> come(new float[kSumBlock]);
+    float* const total = reinterpret_cast<float*>(message.memory_);
+    const int64_t count = message.bytes_ / static_cast<int64_t>(sizeof(float));
+    for (int64_t start = 0; start < count; start += kSumBlock) {
+        const int64_t size = std::min(kSumBlock, count - start);
+        for (size_t term = 0; term < taken.size(); ++term) {
+            const float* from = message.own_ + start;
+            if (taken[term]) {
+                const uint64_t address = taken[term]->address + static_cast<uint64_t>(start) * sizeof(float);
+                float* const to = term ? come.get() : total + start;
+                const int error = read(at(message.peers_[term]).pid, address, to, size * static_cast<int64_t>(sizeof(float)));
+                if (error) return error;
+                from = to;
+            }
+            const bool last = term + 1 == taken.size();
+            add_term(total + start, from, size, term == 0, last ? message.scale_ : 1.0f);
+        }
+    }
+    return 0;
 }
 
 void Neighbours::end(Message& message, Message::Outcome outcome, int error) {
@@ -201,6 +278,11 @@ void Neighbours::end(Message& message, Message::Outcome outcome, int error) {
 void Neighbours::forget_ended() {
     const auto ended = [](const std::shared_ptr<Message>& message) { return message->over(); };
     messages_.erase(std::remove_if(messages_.begin(), messages_.end(), ended), messages_.end());
+}
+
+bool Neighbours::over(const std::shared_ptr<Message>& message) {
+    const Lock lock(mutex_);
+    return message->over();
 }
 
 Message::Outcome Neighbours::wait(const std::shared_ptr<Message>& message, double seconds) {
@@ -219,8 +301,7 @@ void Neighbours::cancel(const std::shared_ptr<Message>& message) {
     changed_.wait(lock, [&] { return !message->moving_; });
     if (message->over()) return;
     if (message->entry_ >= 0) {
-        Peer& peer = peers_[static_cast<size_t>(message->peer_)];
-        Entry& entry = peer.theirs[message->entry_];
+        Entry& entry = at(message->peers_[0]).theirs[message->entry_];
         uint32_t offered = kOffered;
         if (!entry.state.compare_exchange_strong(offered, kFree)) {
             // It is being read, which does not take long unless the reader has ended in it.
@@ -234,12 +315,13 @@ void Neighbours::cancel(const std::shared_ptr<Message>& message) {
 }
 
 void Neighbours::look_for_the_dead() {
-    for (Peer& peer : peers_) {
+    for (int place = 0; place < static_cast<int>(peers_.size()); ++place) {
+        const Peer& peer = at(place);
         if (!peer.board) continue;
         pollfd ended = {peer.process, POLLIN, 0};
         if (!peer.board->closed.load() && poll(&ended, 1, 0) <= 0) continue;
         for (const std::shared_ptr<Message>& message : messages_) {
-            if (!message->moving_ && &peers_[static_cast<size_t>(message->peer_)] == &peer) end(*message, Message::kPeerGone);
+            if (!message->moving_ && message->concerns(place)) end(*message, Message::kPeerGone);
         }
     }
     forget_ended();
@@ -281,7 +363,9 @@ Neighbours::Neighbours(int place, int, int) : place_(place), process_(0) { throw
 Neighbours::~Neighbours() {}
 void Neighbours::add(int, int, int, int) {}
 std::shared_ptr<Message> Neighbours::send(int, uint64_t, const void*, int64_t) { return nullptr; }
+std::shared_ptr<Message> Neighbours::sum(const std::vector<int>&, uint64_t, const float*, float*, int64_t, float) { return nullptr; }
 std::shared_ptr<Message> Neighbours::receive(int, uint64_t, void*, int64_t) { return nullptr; }
+bool Neighbours::over(const std::shared_ptr<Message>&) { return true; }
 Message::Outcome Neighbours::wait(const std::shared_ptr<Message>&, double) { return Message::kFailed; }
 void Neighbours::cancel(const std::shared_ptr<Message>&) {}
 

@@ -1,6 +1,7 @@
 """Messages between processes of one host: the receiver copies from the sender's memory, once and without a network."""
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,12 @@ class Neighbours:
         is over."""
         return Passage(self._native.receive(place, key, tensor.data_ptr(), tensor.nbytes, tensor), seconds)
 
+    def sum(self, places: Sequence[int], key: int, own: Tensor, out: Tensor, scale: float, seconds: float) -> "Passage":
+        """Receive what all ``places`` but this one send, and add it to ``own`` on the way: fp32, contiguous and all of one
+        size. ``out`` becomes the sum in the order of ``places``, times ``scale``."""
+        ticket = self._native.sum(list(places), key, own.data_ptr(), out.data_ptr(), out.numel(), scale, (own, out))
+        return Passage(ticket, seconds)
+
 
 def why_no_neighbours() -> str:
     """What keeps processes of one user on this host from copying each other's memory; empty if nothing is known to."""
@@ -118,6 +125,10 @@ class Passage:
     def __init__(self, ticket: Any, seconds: float) -> None:
         self._ticket = ticket
         self._seconds = seconds
+
+    def done(self) -> bool:
+        """Whether waiting takes no time."""
+        return self._ticket.over()
 
     def wait(self) -> None:
         """Raises RuntimeError if the other process has ended, does not come to it in time, or expects another size."""

@@ -66,6 +66,39 @@ def test_both_directions_and_any_order_of_keys(pair: Pair) -> None:
     assert all(torch.equal(got, sent) for got, sent in zip(got_there + got_back, there + back, strict=True))
 
 
+@pytest.mark.parametrize("numel", [1, 1000, 100_003])
+def test_sums_are_in_the_order_of_places_on_every_end(numel: int) -> None:
+    """Three ends, each adding what the others send: bit-equal to (a + b + c) * scale, and the terms stay as they are."""
+    ends = [Neighbours(place, 3) for place in range(3)]
+    for place, end in enumerate(ends):
+        assert all(end.add(other, ends[other].address) for other in range(3) if other != place)
+    terms = [torch.randn(numel) for _ in ends]
+    wanted = (terms[0] + terms[1] + terms[2]) * 0.3
+    before = [term.clone() for term in terms]
+    outs = [torch.full((numel,), float("nan")) for _ in ends]
+    sums = [end.sum(range(3), 4, terms[place], outs[place], 0.3, PATIENCE) for place, end in enumerate(ends)]
+    assert not any(each.done() for each in sums)
+    sends = [
+        end.send(other, 4, terms[place], PATIENCE) for place, end in enumerate(ends) for other in range(3) if other != place
+    ]
+    for passage in sums + sends:
+        passage.wait()
+    assert all(torch.equal(out, wanted) for out in outs)
+    assert all(torch.equal(term, old) for term, old in zip(terms, before, strict=True))
+
+
+def test_a_sum_waits_for_all_and_a_term_of_another_size_fails_all(pair: Pair) -> None:
+    one, other = pair
+    out = torch.zeros(4)
+    passages = [other.sum([0, 1], 1, torch.ones(4), out, 1.0, PATIENCE), one.send(1, 1, torch.ones(5), PATIENCE)]
+    for passage in passages:
+        with pytest.raises(RuntimeError, match="copying from memory to memory"):
+            passage.wait()
+    with pytest.raises(RuntimeError, match=r"did not come within 0\.2 s"):
+        other.sum([0, 1], 2, torch.ones(4), out, 1.0, 0.2).wait()
+    assert out.tolist() == [0] * 4
+
+
 def test_a_key_comes_round_again(pair: Pair) -> None:
     one, other = pair
     for value in range(100):
