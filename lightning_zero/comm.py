@@ -258,7 +258,8 @@ class Comm:
         return Result([work], lambda: out.to(dtype))
 
     def received_bytes(self, full: Tensor) -> int:
-        """Memory that reducing ``full`` takes beside it until it is done."""
+        """Memory that reducing ``full`` takes beside it until it is done, at most: a shard is enough where the ranks add while
+        they copy."""
         return round(full.nbytes * self.received_share)
 
     @property

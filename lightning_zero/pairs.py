@@ -57,8 +57,8 @@ class Pairs:
         return dtype == torch.float32 and all(self._neighbours.of(peer) is not None for peer in peers)
 
     def sum(self, what: str, tag: int, terms: Sequence[int], pieces: dict[int, Tensor], out: Tensor, scale: float) -> Exchange:
-        """Where ``can_sum``: send their pieces to the other ranks of ``terms``; ``out`` becomes the sum of what these send and the own piece, in
-        the order of ``terms`` and times ``scale``. Nothing is put down in between."""
+        """Where ``can_sum``: send their pieces to the other ranks of ``terms``; ``out`` becomes the sum of what these send and
+        of the own piece, in the order of ``terms`` and times ``scale``. Nothing is put down in between."""
         peers = [rank for rank in terms if rank != self._topology.rank]
         near: Any = self._neighbours.of(peers[0])
         names = [self._topology.members[peer] for peer in peers]
