@@ -25,7 +25,7 @@ import torch
 from lightning_zero import ZeroStrategy
 from lightning_zero.pairs import Pairs
 from lightning_zero.tables import new_table, render
-from lightning_zero.work import Work
+from lightning_zero.work import Exchange
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train_gpt import GPT, StandardLibraryText
@@ -43,22 +43,24 @@ class SlowWire:
         self._exchange = Pairs.exchange
 
     def install(self) -> None:
-        def exchange(pairs: Pairs, what: str, tag: int, sends: dict[int, torch.Tensor], *rest: Any) -> "Until":
+        def exchange(pairs: Pairs, what: str, tag: int, sends: dict[int, torch.Tensor], *rest: Any) -> Exchange:
             under_way = self._exchange(pairs, what, tag, sends, *rest)
             nbytes = sum(tensor.nbytes for tensor in sends.values())
             self._free = max(self._free, time.perf_counter()) + nbytes / self._rate
-            return Until(under_way, self._free)
+            under_way.add("the slow link", Until(self._free))
+            return under_way
 
-        Pairs.exchange = exchange  # type: ignore[method-assign, assignment]
+        Pairs.exchange = exchange  # type: ignore[method-assign]
 
 
 class Until:
-    def __init__(self, work: Work, moment: float) -> None:
-        self._work = work
+    def __init__(self, moment: float) -> None:
         self._moment = moment
 
+    def done(self) -> bool:
+        return time.perf_counter() >= self._moment
+
     def wait(self) -> None:
-        self._work.wait()
         time.sleep(max(0.0, self._moment - time.perf_counter()))
 
 

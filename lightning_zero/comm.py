@@ -97,6 +97,8 @@ class Comm:
         """Whether collectives are made of sends and receives (Gloo on CPUs), so that reducing takes memory of its own."""
         self.neighbours: list[int] = []
         """Data-parallel ranks whose memory this one copies from, instead of receiving through sockets."""
+        self._adds_on_the_way = False
+        """Whether ranks add up fp32 gradients while they copy them from each other."""
         self._gather_group = self._reduce_group = self._control_group = self._storage_group = None
         self._scatter_group = self._replica_group = None
         self._timeout = timeout
@@ -133,6 +135,8 @@ class Comm:
             seconds = (timeout or dist.default_pg_timeout).total_seconds()
             self._gathers = Pairs(0, topology, self._gather_group, seconds, neighbourhood)
             self._reductions = Pairs(1, topology, self._reduce_group, seconds, neighbourhood)
+            others = set(topology.shard_group) - {topology.rank}
+            self._adds_on_the_way = topology.replicas == 1 and others <= neighbourhood.places
         # A prefix of its own for every Comm, the same on all its ranks because they are made in the same order.
         store = dist.PrefixStore(f"lightning_zero/{_next_comm()}/{topology.column}", _get_default_store())
         self._whereabouts = Whereabouts(rank, topology.members, store)
@@ -205,7 +209,7 @@ class Comm:
         group, replicas = self.topology.shard_group, self.topology.replica_group
         tag, again = self._reductions.next_tag(channel), self._reductions.next_tag(channel)
         pieces = dict(zip(group, full.chunk(self.num_shards), strict=True))
-        if self._can_sum(own.dtype):
+        if self._adds_on_the_way and own.dtype == torch.float32:
             out = torch.empty_like(own)
             return Arriving(self._reductions.sum(_REDUCING, tag, group, pieces, out, scale), out, dtype)
         received = {peer: torch.empty_like(own) for peer in self._others(group)}
@@ -221,11 +225,6 @@ class Comm:
             return self._add_replicas(_scaled(total, scale, total.dtype), own.dtype, again).to(dtype)
 
         return FutureWork(self._worker.submit(finish))
-
-    def _can_sum(self, dtype: torch.dtype) -> bool:
-        """Whether ranks add up gradients of this dtype while they copy them from each other."""
-        peers = self._others(self.topology.shard_group)
-        return bool(peers) and self.topology.replicas == 1 and self._reductions.can_sum(peers, dtype)
 
     def _add_replicas(self, shard: Tensor, wire: torch.dtype, tag: int) -> Tensor:
         """Sum ``shard`` over its replicas: each adds up one piece of it, and sends the sum to the others."""

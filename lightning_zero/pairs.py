@@ -7,10 +7,9 @@ waits for its partner, in any order of tags, and the bytes are the same.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_zero.ops import Address, Neighbours
@@ -52,12 +51,8 @@ class Pairs:
         works += [(names[peer], self._send(peer, tag, one)) for peer, one in sends.items() if one.numel()]
         return Exchange(what, names[self._topology.rank], works, keep)
 
-    def can_sum(self, peers: Iterable[int], dtype: torch.dtype) -> bool:
-        """Whether ``sum`` can be had of what these peers send."""
-        return dtype == torch.float32 and all(self._neighbours.of(peer) is not None for peer in peers)
-
     def sum(self, what: str, tag: int, terms: Sequence[int], pieces: dict[int, Tensor], out: Tensor, scale: float) -> Exchange:
-        """Where ``can_sum``: send their pieces to the other ranks of ``terms``; ``out`` becomes the sum of what these send and
+        """Between neighbours, of fp32: send their pieces to the other ranks of ``terms``; ``out`` becomes the sum of what these send and
         of the own piece, in the order of ``terms`` and times ``scale``. Nothing is put down in between."""
         peers = [rank for rank in terms if rank != self._topology.rank]
         near: Any = self._neighbours.of(peers[0])

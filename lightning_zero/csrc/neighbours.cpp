@@ -23,9 +23,9 @@ namespace lightning_zero {
 namespace {
 
 constexpr int kEntries = 64;  // offers of one process to another at a time; what is more waits on the sender's side
-constexpr auto kLookAround = std::chrono::milliseconds(100);  // for processes that have ended meanwhile
+constexpr std::chrono::duration<double> kLookAround(0.1);  // for processes that have ended meanwhile
 
-constexpr int64_t kSumBlock = 32 * 1024;  // floats: three blocks of them fit into the second cache
+constexpr int64_t kSumBlock = 16 * 1024;  // floats: three blocks of them fit into the second cache
 
 enum State : uint32_t { kFree, kOffered, kTaken, kRead, kRefused };
 
@@ -104,14 +104,18 @@ Neighbours::~Neighbours() {
 void Neighbours::add(int place, int pid, int process, int board) {
     void* memory = mmap(nullptr, static_cast<size_t>(board_bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, board, 0);
     if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category());
+    const int own = fcntl(process, F_DUPFD_CLOEXEC, 0);
+    if (own < 0) {
+        munmap(memory, static_cast<size_t>(board_bytes_));
+        throw std::system_error(errno, std::generic_category());
+    }
     const Lock lock(mutex_);
     Peer& peer = at(place);
     peer.board = static_cast<Board*>(memory);
     peer.theirs = peer.board->of(place_);
     peer.ours = board_->of(place);
     peer.pid = pid;
-    peer.process = fcntl(process, F_DUPFD_CLOEXEC, 0);
-    if (peer.process < 0) throw std::system_error(errno, std::generic_category());
+    peer.process = own;
 }
 
 std::shared_ptr<Message> Neighbours::send(int peer, uint64_t key, const void* memory, int64_t bytes) {
@@ -248,7 +252,7 @@ int Neighbours::copy(const Message& message, const std::vector<Entry*>& taken) c
         return read(at(message.peers_[0]).pid, taken[0]->address, message.memory_, message.bytes_);
     }
     // A block at a time: what has come is added while it is in the cache.
-    const std::unique_ptr<float[]> come(new float[kSumBlock]);
+    alignas(64) float come[kSumBlock];
     float* const total = reinterpret_cast<float*>(message.memory_);
     const int64_t count = message.bytes_ / static_cast<int64_t>(sizeof(float));
     for (int64_t start = 0; start < count; start += kSumBlock) {
@@ -257,7 +261,7 @@ int Neighbours::copy(const Message& message, const std::vector<Entry*>& taken) c
             const float* from = message.own_ + start;
             if (taken[term]) {
                 const uint64_t address = taken[term]->address + static_cast<uint64_t>(start) * sizeof(float);
-                float* const to = term ? come.get() : total + start;
+                float* const to = term ? come : total + start;
                 const int error = read(at(message.peers_[term]).pid, address, to, size * static_cast<int64_t>(sizeof(float)));
                 if (error) return error;
                 from = to;
@@ -286,11 +290,14 @@ bool Neighbours::over(const std::shared_ptr<Message>& message) {
 }
 
 Message::Outcome Neighbours::wait(const std::shared_ptr<Message>& message, double seconds) {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    const auto start = std::chrono::steady_clock::now();
     Lock lock(mutex_);
     while (!message->over()) {
         if (advance(lock)) continue;
-        if (changed_.wait_until(lock, deadline) == std::cv_status::timeout && !message->over()) return Message::kLate;
+        const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+        if (waited.count() >= seconds) return Message::kLate;
+        const double pause = std::min(seconds - waited.count(), kLookAround.count());
+        if (changed_.wait_for(lock, std::chrono::duration<double>(pause)) == std::cv_status::timeout) look_for_the_dead();
     }
     return message->outcome_;
 }
@@ -301,13 +308,16 @@ void Neighbours::cancel(const std::shared_ptr<Message>& message) {
     changed_.wait(lock, [&] { return !message->moving_; });
     if (message->over()) return;
     if (message->entry_ >= 0) {
-        Entry& entry = at(message->peers_[0]).theirs[message->entry_];
-        uint32_t offered = kOffered;
-        if (!entry.state.compare_exchange_strong(offered, kFree)) {
-            // It is being read, which does not take long unless the reader has ended in it.
-            while (entry.state.load() == kTaken && !message->over()) changed_.wait_for(lock, kLookAround);
+        std::atomic<uint32_t>& state = at(message->peers_[0]).theirs[message->entry_].state;
+        for (uint32_t seen = kOffered; !state.compare_exchange_strong(seen, kFree); seen = kOffered) {
+            if (seen == kTaken) {
+                // It is being read, which does not take long unless the reader has ended in it; or is offered again.
+                if (changed_.wait_for(lock, kLookAround) == std::cv_status::timeout) look_for_the_dead();
+            } else {
+                state = kFree;
+            }
             if (message->over()) return;
-            entry.state = kFree;
+            if (seen != kTaken) break;
         }
     }
     end(*message, Message::kFailed, ECANCELED);
@@ -332,17 +342,12 @@ void Neighbours::work() {
     while (!closing_) {
         const uint32_t seen = board_->bell.load();
         if (advance(lock)) continue;
-        const bool alone = messages_.empty();
         lock.unlock();
         board_->sleeping = 1;
-        const auto nanoseconds = std::chrono::nanoseconds(kLookAround).count();
-        const timespec limit = {0, nanoseconds};
-        // Not if the bell has rung since it was looked at.
-        const long woken = syscall(SYS_futex, &board_->bell, FUTEX_WAIT, seen, alone ? nullptr : &limit, nullptr, 0);
-        const bool late = woken < 0 && errno == ETIMEDOUT;
+        // Not if the bell has rung since it was looked at. Whoever waits for a message looks whether its peer is alive.
+        syscall(SYS_futex, &board_->bell, FUTEX_WAIT, seen, nullptr, nullptr, 0);
         board_->sleeping = 0;
         lock.lock();
-        if (late && !messages_.empty()) look_for_the_dead();
     }
     for (const std::shared_ptr<Message>& message : messages_) end(*message, Message::kFailed, ECANCELED);
 }

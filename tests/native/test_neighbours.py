@@ -165,6 +165,16 @@ def test_an_end_that_is_gone() -> None:
             passage.wait()
 
 
+def test_a_send_alone_hears_that_its_peer_is_gone() -> None:
+    """Its thread sleeps: nothing has been asked of it."""
+    one, other = acquainted()
+    time.sleep(0.05)
+    passage = one.send(1, 1, torch.zeros(4), PATIENCE)
+    del other
+    with pytest.raises(RuntimeError, match="ended"):
+        passage.wait()
+
+
 def test_who_cannot_be_read_is_not_added() -> None:
     one, other = Neighbours(0, 2), Neighbours(1, 2)
     address = other.address
