@@ -16,7 +16,8 @@ from lightning_zero.partition import hooks
 from lightning_zero.partition.buffer import ShardedBuffer, State
 from lightning_zero.partition.clipping import GradientShards
 from lightning_zero.partition.elementwise import check_supported, state_bytes
-from lightning_zero.partition.gradients import GradientSync, UnitGradients, gradient_dtypes, is_unfrozen
+from lightning_zero.partition.gradient_sync import GradientSync
+from lightning_zero.partition.gradients import UnitGradients, gradient_dtypes, is_unfrozen
 from lightning_zero.partition.grouping import check_nothing_new
 from lightning_zero.partition.inside import InsideReads
 from lightning_zero.partition.loading import Loading

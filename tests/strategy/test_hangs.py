@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.partition import gradients
+from lightning_zero.partition import gradient_sync
 from tests.harness import WorldError, make_trainer, run
 from tests.parity import STAGES, Outcome, RandomData, all_stages, assert_same, make_strategy, outcome
 
@@ -193,7 +193,7 @@ DIVERGENT: dict[str, tuple[type[Model], int, dict[str, Any]]] = {
 
 def impatient_stages(cls: Any, kwargs: dict[str, Any]) -> dict[int, Outcome]:
     """Ranks that differ lose some time before they notice: less of it here."""
-    gradients._PATIENCE_SECONDS = 0.02
+    gradient_sync._PATIENCE_SECONDS = 0.02
     return all_stages(cls, kwargs)
 
 
