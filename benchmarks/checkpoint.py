@@ -43,7 +43,7 @@ from lightning_zero.checkpoint.training import from_folder, load_optimizers, to_
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition.engine import ZeroEngine
-from lightning_zero.partition.optimizer import StateForm
+from lightning_zero.partition.optimizer_state import StateForm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.competitors import adamw

@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.waiting import read_as_loaded
 from lightning_zero.comm import Comm
 from lightning_zero.config import EngineConfig
 from lightning_zero.partition.engine import ZeroEngine
-from lightning_zero.partition.optimizer import StateForm
+from lightning_zero.partition.optimizer_state import StateForm
 
 
 class SavesShards(DDPStrategy):

@@ -44,8 +44,8 @@ from lightning_zero.offload.update import HostUpdate
 from lightning_zero.partition.engine import ZeroEngine
 from lightning_zero.partition.grouping import check_module, check_synced_norm, outline
 from lightning_zero.partition.memory import Ledger
-from lightning_zero.partition.optimizer import Updater
 from lightning_zero.partition.rest import Tiers
+from lightning_zero.partition.updater import Updater
 from lightning_zero.plugins import TakesPlugins, check_plugins
 from lightning_zero.progress import LateBar
 from lightning_zero.saving import SavesShards

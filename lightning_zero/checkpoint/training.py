@@ -119,7 +119,7 @@ class SavedOptimizer:
             elif binding is None:
                 targets[key] = torch.empty_like(like, device=parameter.device)
             else:
-                targets[key] = binding.room_for(parameter, str(path[0]), like)
+                targets[key] = binding.state.room_for(parameter, str(path[0]), like)
         values = self.folder.read(targets)
         return self.state_dict(lambda key: values.get(key, targets[key]), numbers)
 

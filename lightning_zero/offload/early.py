@@ -19,8 +19,8 @@ from lightning_zero.offload.runs import Part, by_unit
 from lightning_zero.offload.threads import Threads
 from lightning_zero.offload.trial import Trial
 from lightning_zero.offload.unit_update import UnitUpdate
-from lightning_zero.partition.optimizer import UpdateGroup
 from lightning_zero.partition.unit import Unit
+from lightning_zero.partition.updater import UpdateGroup
 from lightning_zero.transfer import HostPool
 from lightning_zero.worker import Worker
 

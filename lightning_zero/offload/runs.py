@@ -10,9 +10,9 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_zero.offload.cpu_adam import CPUAdam, options_of
 from lightning_zero.offload.threads import Threads
 from lightning_zero.ops import AdamOptions, adam_step_
-from lightning_zero.partition.optimizer import UpdateGroup, UpdateItem
 from lightning_zero.partition.rest import resting
 from lightning_zero.partition.unit import Unit
+from lightning_zero.partition.updater import UpdateGroup, UpdateItem
 
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

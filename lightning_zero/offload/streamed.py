@@ -20,9 +20,9 @@ from lightning_zero.offload.runs import STATES, AdamRun, Part, by_unit, has_kern
 from lightning_zero.offload.store import Store, aligned
 from lightning_zero.offload.threads import Threads
 from lightning_zero.partition.elementwise import is_moment
-from lightning_zero.partition.optimizer import UpdateGroup, stand_in
 from lightning_zero.partition.rest import Place, Rested, resting
 from lightning_zero.partition.unit import Unit
+from lightning_zero.partition.updater import UpdateGroup, stand_in
 from lightning_zero.settings import CHUNK_BYTES, CHUNKS_AHEAD, CHUNKS_AT_ONCE
 from lightning_zero.transfer import Link, Transfer
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from lightning_zero.offload.runs import AdamRun, Part, distance, range_of, runs_of
 from lightning_zero.offload.threads import Threads
-from lightning_zero.partition.optimizer import UpdateItem
 from lightning_zero.partition.unit import Unit
+from lightning_zero.partition.updater import UpdateItem
 from lightning_zero.transfer import HostPool
 
 

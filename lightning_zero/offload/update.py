@@ -23,9 +23,9 @@ from lightning_zero.offload.early import EarlyUpdate, EarlyUpdates
 from lightning_zero.offload.runs import by_unit, has_kernel
 from lightning_zero.offload.threads import Threads
 from lightning_zero.offload.unit_update import UnitUpdate
-from lightning_zero.partition.optimizer import UpdateGroup, stand_in
 from lightning_zero.partition.rest import Rested
 from lightning_zero.partition.unit import Unit
+from lightning_zero.partition.updater import UpdateGroup, stand_in
 from lightning_zero.transfer import Account, HostPool, Link, count_nowhere
 from lightning_zero.worker import Worker
 

@@ -22,7 +22,8 @@ from lightning_zero.partition.grouping import check_nothing_new
 from lightning_zero.partition.inside import InsideReads
 from lightning_zero.partition.loading import Loading
 from lightning_zero.partition.memory import BufferPool, Ledger
-from lightning_zero.partition.optimizer import OptimizerBinding, StateForm, Updater
+from lightning_zero.partition.optimizer import OptimizerBinding
+from lightning_zero.partition.optimizer_state import StateForm
 from lightning_zero.partition.outside import OutsideReads
 from lightning_zero.partition.refused import can_shard
 from lightning_zero.partition.rest import Tiers
@@ -31,6 +32,7 @@ from lightning_zero.partition.sharding import Progress, Source, first_values, ow
 from lightning_zero.partition.shards import LocalShards
 from lightning_zero.partition.together import Together
 from lightning_zero.partition.unit import Unit
+from lightning_zero.partition.updater import Updater
 from lightning_zero.partition.whole import WholeTensors
 from lightning_zero.whereabouts import ENDING
 
