@@ -476,7 +476,7 @@ class ZeroStrategy(AnswersForeignArguments, TakesPlugins, MeetsUnevenRanks, Join
         if self.engine is None or target is None or self.engine.closed:
             yield
             return
-        with self.engine.full_parameters(target, write_back):
+        with self.engine.parameters.full_parameters(target, write_back):
             yield
 
     @property

@@ -80,7 +80,7 @@ class UnevenBatches:
 
     def meet(self) -> None:
         """Before something that all ranks do together, such as reducing a metric."""
-        if self._engine is not None and self._kind is not None and not self._engine.computes:
+        if self._engine is not None and self._kind is not None and not self._engine.parameters.computes:
             self._after_last_batch()  # of a rank that had no batch
             self._engine.serve_until_done(self._kind)
 

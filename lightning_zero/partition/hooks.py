@@ -1,4 +1,4 @@
-"""Hooks on modules, parameters and autograd that call the engine; nothing else."""
+"""Hooks on modules, parameters and autograd that call whom they are told to; nothing else."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,20 +14,22 @@ from lightning_zero.partition.handle import outside_transforms
 from lightning_zero.partition.unit import Unit
 
 
-class Listener(Protocol):
-    """What the engine does at each hook point."""
+class ModuleListener(Protocol):
+    """Who brings the parameters of a unit where they are used, and may give them up after."""
 
-    def pre_forward(self, unit: Unit) -> None: ...
+    def unshard(self, unit: Unit) -> None: ...
 
     def post_forward(self, unit: Unit, module: nn.Module) -> None: ...
 
     def post_backward(self, unit: Unit) -> None: ...
 
+
+class GradientListener(Protocol):
+    """Who collects gradients."""
+
     def gradient_coming(self) -> None: ...
 
     def gradient_arrived(self, gradients: UnitGradients, index: int) -> None: ...
-
-    def unshard(self, unit: Unit) -> None: ...
 
 
 class _ModuleHook:
@@ -58,11 +60,11 @@ def _inert_hook() -> _ModuleHook:
     return _ModuleHook.__new__(_ModuleHook)._cleared()
 
 
-def hook_modules(unit: Unit, listener: Listener) -> list[RemovableHandle]:
+def hook_modules(unit: Unit, listener: ModuleListener) -> list[RemovableHandle]:
     """Bracket the unit's use by the forward of its modules."""
 
     def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
-        listener.pre_forward(unit)
+        listener.unshard(unit)
         if not unit.buffer.is_whole and torch.is_grad_enabled() and not any(p.requires_grad for p in unit.tensors):
             _watch_inputs(unit, listener, args, kwargs)
 
@@ -77,11 +79,11 @@ def hook_modules(unit: Unit, listener: Listener) -> list[RemovableHandle]:
     return handles
 
 
-def hook_readers(unit: Unit, readers: list[nn.Module], listener: Listener) -> list[RemovableHandle]:
+def hook_readers(unit: Unit, readers: list[nn.Module], listener: ModuleListener) -> list[RemovableHandle]:
     """Unshard before modules that look at the parameters without being the ones that use them."""
 
     def pre(module: nn.Module, args: Any) -> None:
-        listener.pre_forward(unit)
+        listener.unshard(unit)
 
     return [module.register_forward_pre_hook(_ModuleHook(module, pre), prepend=True) for module in readers]
 
@@ -97,7 +99,7 @@ def hook_loading(
         yield submodule.register_load_state_dict_post_hook(_ModuleHook(submodule, leave))
 
 
-def _watch_inputs(unit: Unit, listener: Listener, args: Any, kwargs: Any) -> None:
+def _watch_inputs(unit: Unit, listener: ModuleListener, args: Any, kwargs: Any) -> None:
     """Frozen parameters get no gradients to tell that their backward is done; the gradients of the inputs do.
 
     A forward inside backward is a recompute. If the original forward ran with gradients on (non-reentrant recompute) its
@@ -118,7 +120,7 @@ def _watch_inputs(unit: Unit, listener: Listener, args: Any, kwargs: Any) -> Non
             return
 
 
-def hook_gradients(gradients: UnitGradients, listener: Listener) -> list[RemovableHandle]:
+def hook_gradients(gradients: UnitGradients, listener: GradientListener) -> list[RemovableHandle]:
     """Tell the listener when a parameter's gradient is about to be accumulated, and when it has been.
 
     Before, because the user may call ``backward`` past the strategy (manual optimization, a penalty in a hook), and
@@ -137,7 +139,7 @@ def hook_gradients(gradients: UnitGradients, listener: Listener) -> list[Removab
 class _ComingHook:
     __slots__ = ("_hooks", "_last", "_listener")
 
-    def __init__(self, parameter: nn.Parameter, last: int, listener: Listener) -> None:
+    def __init__(self, parameter: nn.Parameter, last: int, listener: GradientListener) -> None:
         self._hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
         self._last, self._listener = last, listener
 
@@ -151,7 +153,7 @@ class _ComingHook:
 class _GradientHook:
     __slots__ = ("_gradients", "_index", "_listener")
 
-    def __init__(self, gradients: UnitGradients, index: int, listener: Listener) -> None:
+    def __init__(self, gradients: UnitGradients, index: int, listener: GradientListener) -> None:
         self._gradients, self._index, self._listener = gradients, index, listener
 
     def __call__(self, parameter: Tensor) -> None:
@@ -197,7 +199,7 @@ class SavedTensors:
     stays where it is all the time (whole parameters, buffers).
     """
 
-    def __init__(self, listener: Listener, keeper: Keeper | None) -> None:
+    def __init__(self, listener: ModuleListener, keeper: Keeper | None) -> None:
         self._listener = listener
         self._by_storage: dict[int, Unit] = {}
         self._keeper = keeper

@@ -17,9 +17,8 @@ class Loading:
     """Follows ``load_state_dict`` of a module, or of a part of it. All ranks load alike."""
 
     def __init__(
-        self, units: list[Unit], where: Mapping[int, tuple[Unit, int]], outside: OutsideReads, computes: Callable[[], bool]
+        self, where: Mapping[int, tuple[Unit, int]], outside: OutsideReads, computes: Callable[[], bool]
     ) -> None:
-        self._units = units
         self._where = where
         self._outside = outside
         self._computes = computes
@@ -47,4 +46,4 @@ class Loading:
 
     def _settle(self, keep: Mapping[int, Unit]) -> None:
         done = [self._own.pop(index) for index in sorted(self._own.keys() - keep.keys())]
-        self._outside.settle_units(self._units, [unit for unit in done if unit.face in self._outside])
+        self._outside.settle_units([unit for unit in done if unit.face in self._outside])

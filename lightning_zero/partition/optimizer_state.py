@@ -85,7 +85,7 @@ class OptimizerState:
                 self._optimizer.state[parameter] = whole[index]
         self.is_released = True
 
-    # -- given out ---------------------------------------------------------------------------------------------------
+    # -- given out ----------------------------------------------------------------------------------------------------
 
     def local(self) -> dict[int, dict[str, Any]]:
         """State by parameter index as this rank has it: element-wise entries are shards."""
@@ -149,7 +149,7 @@ class OptimizerState:
         state = self.local() if form is StateForm.SHARDS else self.whole(form is StateForm.WHOLE)
         return {**state_dict, "state": state}
 
-    # -- taken in ----------------------------------------------------------------------------------------------------
+    # -- taken in -----------------------------------------------------------------------------------------------------
 
     def room_for(self, parameter: nn.Parameter, name: str, like: Tensor) -> Tensor | TensorShard | None:
         """What a saved state entry of the shape and dtype of ``like`` is to be read into; None for not at all."""
@@ -204,7 +204,7 @@ class OptimizerState:
                     state[parameter] = self._kept(parameter, state.pop(shard))
             group["params"] = parameters
 
-    # -- shards ------------------------------------------------------------------------------------------------------
+    # -- shards -------------------------------------------------------------------------------------------------------
 
     def _shard_initial(self) -> None:
         """Some optimizers make whole state when they are built."""

@@ -29,12 +29,11 @@ class Step:
 class Schedule:
     """Decides when which unit is gathered. See [Note: one order on every rank]."""
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, prefetch: int, read_timeout: float) -> None:
+    def __init__(self, units: Sequence[Unit], comm: Comm, prefetch: int) -> None:
         self._buffers = [*(unit.buffer for unit in units), *(unit.face for unit in units)]
         """What can be gathered, by index: what steps compute with, then what users see of it."""
         self._comm = comm
         self._prefetch = prefetch
-        self._read_timeout = read_timeout
         self._plans: dict[Hashable, tuple[Step, ...]] = {}
         self._key: Hashable = None
         self._plan: tuple[Step, ...] = ()
@@ -99,16 +98,6 @@ class Schedule:
     def abandon(self) -> None:
         """Close the phase on this rank alone, after an exception."""
         self._key = None
-
-    def agree_outside(self, unit: Unit, is_gradient: bool, what: str) -> list[tuple[int, bool]]:
-        """Outside a phase: which buffers, as (unit index, is gradient), the ranks want to read now, in one order.
-
-        Raises RuntimeError on every rank that asked if another does not ask within the time limit.
-        """
-        wish = 2 * unit.index + is_gradient
-        most, least = self._comm.exchange("reading outside of a step", [wish], what, self._read_timeout)
-        wishes = [wish] if most == least else self._comm.all_gather_object(wish)
-        return [(index // 2, bool(index % 2)) for index in sorted(set(wishes))]
 
     def _find(self, index: int) -> int | None:
         for position in range(self._cursor, len(self._plan)):
